@@ -17,7 +17,8 @@ def export(
     source: Annotated[str, typer.Argument(help="a checkpoint, as `ckptd ls STORAGE_ROOT` names it; with --live a job")],
     dest: Annotated[str, typer.Argument(help="what is to be made; it must not exist")],
     to: Annotated[
-        str, typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained), deepspeed")
+        str,
+        typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained), deepspeed, megatron"),
     ],
     layout: Annotated[
         str | None, typer.Option("--layout", help="of dcp: state_dict (default), flat (optimizer by name), torchtitan")
@@ -40,6 +41,10 @@ def export(
     live: Annotated[bool, typer.Option("--live", help="SOURCE is a running job: from its memory, beside its training")] = False,
     step: Annotated[int | None, typer.Option("--step", help="live: this one, not the newest")] = None,
     socket: Annotated[str | None, typer.Option("--socket", help="live: of the daemon that is asked (CKPTD_SOCKET)")] = None,
+    part: Annotated[
+        str | None,
+        typer.Option("--part", help="write one of N parts, others beside it the rest; then once without it", metavar="K/N"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be written, and write nothing")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -51,7 +56,7 @@ def export(
 
     request = Request(
         source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size, zero,
-        live, step, socket,
+        live, step, socket, part,
     )  # fmt: skip
     with bar(Path(source).name, quiet=as_json) as progress:
         report = written(request, progress, dry=dry_run)
@@ -70,6 +75,10 @@ def _print(report: Report, *, dry: bool) -> None:
     what = f"{report.tensors} tensors, {format_bytes(report.nbytes)}"
     if dry:
         print(plain(f"would write {report.dest}: {what}"))
+        return
+    if report.part is not None:
+        done = f"wrote part {report.part} of {report.dest}: {format_bytes(report.written)}"
+        print(plain(f"{done}; when all are there, once without --part"))
         return
     again = f", of which {format_bytes(report.reused)} were there already" if report.reused else ""
     print(plain(f"wrote {report.dest}: {what}, {report.files} files{again}"))

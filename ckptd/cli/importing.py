@@ -15,8 +15,9 @@ from ckptd.core.errors import CkptdError
 if TYPE_CHECKING:
     from ckptd.choices import Patterns
     from ckptd.imports.optimizers import Named
+    from ckptd.imports.sources import Found
 
-KINDS = "torch, hf, dcp, universal, zero"
+KINDS = "torch, hf, dcp, universal, zero, torch_dist"
 
 
 @with_settings
@@ -39,6 +40,9 @@ def import_(
     only: Annotated[
         list[str] | None, typer.Option(help="only tensors whose keys fit this shell pattern; may be repeated")
     ] = None,
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="of dcp: under its own names, for CkptdStorageReader; of torch_dist it always is so")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be written")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
@@ -47,11 +51,9 @@ def import_(
     Its tensors are read range by range, its pickles by an unpickler that imports nothing: classes that are not known become inert,
     and are named.
     """
-    from ckptd.choices import Patterns, PrefixMap
+    from ckptd.choices import Patterns
     from ckptd.cli.show import print_json
     from ckptd.imports.hints import hints
-    from ckptd.imports.naming import named
-    from ckptd.imports.param_order import ParamOrder
     from ckptd.imports.sources import Kind, load
     from ckptd.imports.write import own_job
 
@@ -59,8 +61,8 @@ def import_(
         raise CkptdError(f"--from {kind} is not known", hint=f"one of {KINDS}")
     if loaded.config.storage_root is None:
         raise CkptdError("no storage root", hint="--storage-root DIR, the one that the daemons have")
-    found = load(str(source), Kind(kind))
-    made = named(found.tree, PrefixMap.parse(prefix_map or ()), ParamOrder.parse(param_names), as_is=found.as_is)
+    found = load(str(source), Kind(kind), as_is=as_is)
+    made = _named(found, prefix_map, param_names, dtype)
     _choose(made, Patterns(only or ()), dtype, found.foreign)
     made.notes += hints(made, first=found.step == 0 and step is None)
     full_job, step = own_job(job), found.step if step is None else step
@@ -72,6 +74,20 @@ def import_(
         "notes": made.notes,
     }  # fmt: skip
     print_json(report) if as_json else _print(report, dry_run=dry_run)
+
+
+def _named(found: Found, prefix_map: list[str] | None, param_names: str | None, dtype: str | None) -> Named:
+    """Raises CkptdError."""
+    from ckptd.choices import PrefixMap
+    from ckptd.imports.naming import as_planned, named
+    from ckptd.imports.param_order import ParamOrder
+
+    if found.plans is None:
+        return named(found.tree, PrefixMap.parse(prefix_map or ()), ParamOrder.parse(param_names), as_is=found.as_is)
+    for option, given in {"--prefix-map": prefix_map, "--param-names": param_names, "--dtype": dtype}.items():
+        if given:
+            raise CkptdError("all of it stays as it is here", where=option, hint="whoever loads it asks for just that")
+    return as_planned(found.plans)
 
 
 def _choose(made: Named, wanted: Patterns, dtype: str | None, foreign: set[str]) -> None:

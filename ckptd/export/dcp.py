@@ -4,12 +4,16 @@ comes, a chunk at a time."""
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from ckptd_client.integrations.dcp_names import COMMON, PLANNER_DATA, PREFIX
+from ckptd_client.tree import decode
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (  # its name stands in every .metadata there is
     FileSystemWriter,
@@ -28,8 +32,11 @@ from ckptd.export.source import Source
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored
 
+STATE_DICT = "state_dict"
 CHUNK_BYTES = 64 << 20  # of a tensor: readers of this format take a whole chunk for any part of it
 FILE_BYTES = 256 << 20  # the writer keeps a chunk of each tensor of a file in memory until that is written
+COMMON_FILE, CONFIG = "common.pt", "metadata.json"  # of Megatron-Core
+BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 Rows = list[list[Any]]  # key, offsets, place in the file, length: a file's items
 
 
@@ -49,6 +56,30 @@ def tree_of(contents: Contents, layout: str) -> dict[str, Any]:
     return tree
 
 
+class _Raw(bytes):
+    """An object as torch.distributed.checkpoint had packed it when it was saved through it."""
+
+
+def as_saved(contents: Contents) -> dict[str, Any]:
+    """What was saved through torch.distributed.checkpoint, by the names that its plans had. Raises CkptdError."""
+    if contents.selection.dtype is not None:
+        hint = "convert it where it is loaded"
+        raise CkptdError("nothing says which of its tensors are the model's", where="--dtype", hint=hint)
+    found: dict[str, Any] = dict(contents.tensors)
+    for name in contents.objects:
+        if not name.startswith(PREFIX):
+            found[name] = _Raw(_kept(contents, name))
+    return found
+
+
+def _kept(contents: Contents, name: str) -> bytes:
+    """Raises CkptdError: it is no bytes, which the adapters keep."""
+    found = contents.object(name)
+    if not isinstance(found, bytes):
+        raise CkptdError(f"a {type(found).__name__} among what was saved through torch.distributed.checkpoint", where=name)
+    return found
+
+
 def _add(tree: dict[str, Any], more: dict[str, Any]) -> None:
     if twice := tree.keys() & more.keys():
         hint = "--only leaves one of them out"
@@ -57,21 +88,56 @@ def _add(tree: dict[str, Any], more: dict[str, Any]) -> None:
 
 
 class DcpFolder:
-    """What is to be written, before anything is read. Tied tensors are there twice, as torch has them there."""
+    """What is to be written, before anything is read. Tied tensors are there twice, as torch has them there. What was saved through
+    torch.distributed.checkpoint is written as its plans had it; layout: of anything else, None: state_dict."""
 
-    def __init__(self, contents: Contents, layout: str) -> None:
-        self._checkpoint, self._tree = contents.checkpoint, tree_of(contents, layout)
+    def __init__(self, contents: Contents, layout: str | None) -> None:
+        self._checkpoint, self._paths = contents.checkpoint, None
+        self._as_saved = PLANNER_DATA in contents.checkpoint.objects
+        if self._as_saved and layout is not None:
+            hint = "leave it out: this was saved through torch.distributed.checkpoint, which said how it lies"
+            raise CkptdError(f"it cannot be {layout}", where="--layout", hint=hint)
+        if self._as_saved:
+            self._tree = as_saved(contents)
+            self._paths = decode(_kept(contents, PLANNER_DATA), _no_tensor)
+        else:
+            self._tree = tree_of(contents, layout or STATE_DICT)
         found = [*leaves(self._tree)]
         self.tensors, self.nbytes = len(found), sum(stored.nbytes for stored in found)
 
     def write(self, staging: Staging) -> None:
         """As dcp.save() does it with no_dist=True, which would hide errors in one of its own."""
-        planner, writer = _Planner(self._checkpoint), _Writer(staging)
+        planner, writer = _Planner(self._checkpoint, nested=not self._as_saved), _Writer(staging)
         planner.set_up_planner(_placeholders(self._tree), writer.storage_meta(), is_coordinator=True)
         writer.set_up_storage_writer(True)
         plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        if self._as_saved:
+            metadata = dataclasses.replace(metadata, planner_data=self._paths)
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-        writer.finish(metadata, [writer.write_data(plan, planner).value()])
+        results = writer.write_data(plan, planner).value()
+        if staging.share is None:
+            writer.finish(metadata, [results])
+
+
+class MegatronFolder(DcpFolder):
+    """A `torch_dist` checkpoint of Megatron-Core: the same files, and the two that it writes by itself."""
+
+    def __init__(self, contents: Contents) -> None:
+        """Raises CkptdError for what was not saved through its adapter."""
+        if COMMON not in contents.checkpoint.objects:
+            hint = "--to dcp, or hf: of a model's own names Megatron-Core would not know how it had stacked and padded them"
+            raise CkptdError("it was not saved through Megatron-Core", where="--to megatron", hint=hint)
+        super().__init__(contents, None)
+        self._common = _kept(contents, COMMON)
+
+    def write(self, staging: Staging) -> None:
+        super().write(staging)
+        for name, data in {COMMON_FILE: self._common, CONFIG: json.dumps(BACKENDS).encode()}.items():
+            (staging.content / name).write_bytes(data)
+
+
+def _no_tensor(key: str) -> Any:
+    raise ValueError(f"a tensor, {key}, in a planner's data")
 
 
 def _placeholders(value: Any) -> Any:
@@ -85,8 +151,8 @@ def _placeholders(value: Any) -> Any:
 
 
 class _Planner(DefaultSavePlanner):
-    def __init__(self, checkpoint: Source) -> None:
-        super().__init__()
+    def __init__(self, checkpoint: Source, *, nested: bool) -> None:
+        super().__init__(flatten_state_dict=nested)
         self._checkpoint = checkpoint
 
     def create_local_plan(self) -> SavePlan:
@@ -107,6 +173,9 @@ class _Planner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         stored = self._stored(write_item)
+        value = self.state_dict[write_item.index.fqn]
+        if isinstance(value, _Raw):
+            return io.BytesIO(value)
         if stored is None or write_item.tensor_data is None:
             return super().resolve_data(write_item)
         chunk = write_item.tensor_data.chunk
@@ -136,7 +205,7 @@ class _Writer(FileSystemWriter):
 
             rows = self._staging.whole(name, sum(map(_nbytes, items)), make)
             of = {(item.index.fqn, tuple(item.index.offset or ())): item.index for item in items}
-            for key, offsets, at, length in rows:
+            for key, offsets, at, length in rows or ():
                 results.append(WriteResult(of[key, tuple(offsets or ())], length, _StorageInfo(name, at, length)))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)

@@ -18,13 +18,14 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
 from ckptd.export.contents import Contents
 from ckptd.export.durable import Durable
+from ckptd.export.journal import Share
 from ckptd.export.selection import Selection
 from ckptd.export.source import Source
 from ckptd.export.staging import Staging, check
 from ckptd.persist.opening import open_at
 from ckptd.units import parse_bytes
 
-FORMS = ("torch", "dcp", "hf", "deepspeed")
+FORMS = ("torch", "dcp", "hf", "deepspeed", "megatron")
 LAYOUTS = ("state_dict", "flat", "torchtitan")  # of dcp
 OF_LIVE = ("step", "socket")  # options
 OF_A_FORM = {"layout": "dcp", "hf_config": "hf", "titan": "hf", "as_is": "hf", "shard_size": "hf", "zero": "deepspeed"}  # options
@@ -50,11 +51,13 @@ class Request:
     live: bool = False
     step: int | None = None
     socket: str | None = None
+    part: str | None = None
 
 
 @dataclass
 class Report:
-    """nbytes: of all tensors as they are to be written. reused: of those, what an earlier try had written right."""
+    """nbytes: of all tensors as they are to be written. reused: of those, what an earlier try had written right. part: of several
+    processes' this one's; the destination is not there yet."""
 
     source: str
     dest: str
@@ -64,6 +67,7 @@ class Report:
     written: int = 0
     reused: int = 0
     files: int = 0
+    part: str | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -79,16 +83,18 @@ class Form(Protocol):
 def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bool = False) -> Report:
     """dry: nothing is written. Raises CkptdError."""
     _check(request)
+    share = Share.parse(request.part) if request.part is not None else None
     selection = Selection.of(request.only, request.prefix_map, request.dtype)
     dest = Path(local_root(request.dest)).absolute()
     check(dest)
     with _opened(request) as source:
         contents = Contents(source, selection)
         form = _form(contents, request)
-        report = Report(source.where, str(dest), request.to, form.tensors, form.nbytes, notes=contents.notes)
+        report = Report(source.where, str(dest), request.to, form.tensors, form.nbytes, part=request.part, notes=contents.notes)
         if not dry:
-            plan, progress = _plan(source, request), _counted(form.nbytes, shown)
-            _write(form, Staging(dest, plan, form.nbytes, progress, goes_on=source.identity is not None), report)
+            progress = _counted(form.nbytes // (share.of if share is not None else 1), shown)
+            goes_on = source.identity is not None
+            _write(form, Staging(dest, _plan(source, request), form.nbytes, progress, goes_on=goes_on, share=share), report)
     return report
 
 
@@ -114,6 +120,8 @@ def _check(request: Request) -> None:
     for option in OF_LIVE:
         if getattr(request, option) is not None and not request.live:
             raise CkptdError(f"a checkpoint has no --{option}", where=f"--{option}", hint="it is for --live JOB")
+    if request.live and request.part is not None:
+        raise CkptdError("several processes would read several steps", where="--part", hint="it is for a checkpoint")
     if (request.layout or LAYOUTS[0]) not in LAYOUTS:
         raise CkptdError(f"no layout: {request.layout}", where="--layout", hint=f"one of {', '.join(LAYOUTS)}")
 
@@ -127,7 +135,11 @@ def _form(contents: Contents, request: Request) -> Form:
     if request.to == "dcp":
         from ckptd.export.dcp import DcpFolder
 
-        return DcpFolder(contents, request.layout or LAYOUTS[0])
+        return DcpFolder(contents, request.layout)
+    if request.to == "megatron":
+        from ckptd.export.dcp import MegatronFolder
+
+        return MegatronFolder(contents)
     if request.to == "deepspeed":
         from ckptd.export.deepspeed import UniversalTree
 
@@ -144,7 +156,7 @@ def _form(contents: Contents, request: Request) -> Form:
 
 def _plan(source: Source, request: Request) -> str:
     """What decides the bytes is the checkpoint, whatever its path, and how it is to be exported."""
-    how = [source.identity or secrets.token_hex(16), dataclasses.replace(request, source="", dest="")]
+    how = [source.identity or secrets.token_hex(16), dataclasses.replace(request, source="", dest="", part=None)]
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(how))
 
 
@@ -164,4 +176,5 @@ def _write(form: Form, staging: Staging, report: Report) -> None:
         form.write(staging)
         staging.finish()
     report.written, report.reused = staging.written, staging.reused
-    report.files = sum(len(names) for _, _, names in os.walk(report.dest)) or 1
+    if report.part is None:
+        report.files = sum(len(names) for _, _, names in os.walk(report.dest)) or 1

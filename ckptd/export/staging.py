@@ -4,11 +4,11 @@ looked at byte by byte, and what is right is not written again."""
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ import xxhash
 
 from ckptd.core.errors import CkptdError
 from ckptd.directory import sync_path
+from ckptd.export.journal import Journal, Share
 from ckptd.persist.names import MANIFEST, epoch_of_dir
 from ckptd.persist.storage.base import FULL
 from ckptd.units import format_bytes
@@ -31,46 +32,26 @@ class Staging:
     """``content``: the file or directory that is to become ``dest``. ``plan``: names all that decides what is written; what was
     written by another plan is thrown away. As a context manager it puts a full disk into words, and lets go of its lock."""
 
-    def __init__(self, dest: Path, plan: str, nbytes: int, progress: Progress, *, goes_on: bool = True) -> None:
-        """goes_on: the same command finds what this one left. Raises CkptdError as ``check`` does, and where somebody else writes
-        it."""
+    def __init__(
+        self, dest: Path, plan: str, nbytes: int, progress: Progress, *, goes_on: bool = True, share: Share | None = None
+    ) -> None:
+        """goes_on: the same command finds what this one left. share: this process writes a part of it, others beside it the rest,
+        and whoever comes after them without a share finishes it. Raises CkptdError as ``check`` does, and where somebody else
+        writes it."""
         check(dest)
-        self._goes_on = goes_on
+        self._goes_on, self.share, self._at = goes_on, share, 0
         self.dest, self._nbytes, self._progress = dest, nbytes, progress
         self._folder = dest.with_name(dest.name + SUFFIX)
         self.content = self._folder / "content"
         self.written = self.reused = 0
         with self:
             self._folder.mkdir(exist_ok=True)
-            self._journal = open(self._folder / "journal", "a+", encoding="utf-8")  # noqa: SIM115 - it holds the lock
-            self._lock()
-            self._done = self._read_journal(plan)
+            self._journal = Journal(self._folder, plan, share, self._forget)
+            self._done = self._journal.rows
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._journal.close()
-            raise CkptdError("another export is writing it", where=str(self._folder), hint="wait for it, or stop it") from None
-
-    def _read_journal(self, plan: str) -> dict[str, dict[str, Any]]:
-        self._journal.seek(0)
-        rows = []
-        for line in self._journal:
-            if not line.endswith("\n"):
-                break  # torn by the death of who wrote it
-            rows.append(json.loads(line))
-        if rows[:1] != [{"plan": plan}]:
-            self._journal.truncate(0)
-            shutil.rmtree(self.content, ignore_errors=True)
-            self.content.unlink(missing_ok=True) if self.content.is_file() else None
-            self._note({"plan": plan})
-            return {}
-        return {row["part"]: row for row in rows[1:]}
-
-    def _note(self, row: dict[str, Any]) -> None:
-        self._journal.write(json.dumps(row) + "\n")
-        self._journal.flush()
+    def _forget(self) -> None:
+        shutil.rmtree(self.content, ignore_errors=True)
+        self.content.unlink(missing_ok=True) if self.content.is_file() else None
 
     def __enter__(self) -> Staging:
         return self
@@ -99,16 +80,36 @@ class Staging:
         """A file below ``content`` ("": itself) in which only the places of tensors are left to be written; made once."""
         path = self.content / name if name else self.content
         part = f"made {name}"
-        if part not in self._done or not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() and (part in self._done or self.share is not None):  # who shares it makes no half of one
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self.share is not None:
+            self._make_one(path, make)
+        else:
             path.unlink(missing_ok=True)
             make(path)
-            self._done = {key: row for key, row in self._done.items() if not key.startswith(f"{name}@")}
-            self._finish_part({"part": part})
+            for key in [key for key in self._done if key.startswith(f"{name}@")]:
+                del self._done[key]
+        self._journal.note({"part": part})
         return path
+
+    def _make_one(self, path: Path, make: Callable[[Path], None]) -> None:
+        """Others make the same: the first one's counts."""
+        aside = self._folder / f"making-{self.share}-{secrets.token_hex(4)}".replace("/", "-of-")
+        aside.mkdir()
+        make(aside / path.name)
+        with suppress(FileExistsError):
+            os.link(aside / path.name, path)
+        shutil.rmtree(aside)
+
+    def _is_mine(self, nbytes: int) -> bool:
+        at, self._at = self._at, self._at + nbytes
+        return self.share is None or self.share.has(at, nbytes, self._nbytes)
 
     def region(self, path: Path, name: str, at: int, nbytes: int, pieces: Pieces) -> None:
         """Of such a file, unless it holds it already. Zeros are left out: the place holds them."""
+        if not self._is_mine(nbytes):
+            return
         part = f"{name}@{at}"
         known = self._done.get(part)
         with open(path, "r+b", buffering=0) as file:
@@ -125,10 +126,12 @@ class Staging:
                 self._progress(len(piece))
             assert place == at + nbytes, f"{place - at} bytes of {nbytes}"
         self.written += nbytes
-        self._finish_part({"part": part, "sum": total.hexdigest()})
+        self._journal.note({"part": part, "sum": total.hexdigest()})
 
     def whole(self, name: str, nbytes: int, make: Callable[[Path], Any]) -> Any:
-        """A file that somebody else's code writes, and what that said of it (JSON)."""
+        """A file that somebody else's code writes, and what that said of it (JSON); None: it is for another share."""
+        if not self._is_mine(nbytes):
+            return None
         path = self.content / name
         known = self._done.get(name)
         if known is not None and path.is_file() and path.stat().st_size == known["size"]:
@@ -141,18 +144,14 @@ class Staging:
         said = make(path)
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
-            self._finish_part({"part": name, "size": size, "sum": _sum(file.fileno(), 0, size), "said": said})
+            self._journal.note({"part": name, "size": size, "sum": _sum(file.fileno(), 0, size), "said": said})
         self.written += nbytes
         self._progress(nbytes)
         return said
 
-    def _finish_part(self, row: dict[str, Any]) -> None:
-        self._done[row["part"]] = row
-        self._note(row)
-
     # --- the end ------------------------------------------------------------------------------------------------
     def finish(self) -> None:
-        """Synced first; then the destination is there, whole."""
+        """Synced first; then the destination is there, whole, unless it is shared."""
         for folder, _, names in os.walk(self.content):
             for name in names:
                 _sync(Path(folder) / name)
@@ -160,6 +159,9 @@ class Staging:
         if self.content.is_file():
             _sync(self.content)
         sync_path(self._folder)
+        if self.share is not None:
+            self._journal.close()
+            return
         if os.path.lexists(self.dest):
             raise CkptdError("the destination exists by now", where=str(self.dest), hint="remove it, and run the same command")
         os.rename(self.content, self.dest)

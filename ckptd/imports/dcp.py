@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
 from ckptd.imports import torch_file
-from ckptd.imports.stored import Place, Stored, joined
+from ckptd.imports.stored import TORN, Place, Stored, joined
 from ckptd.imports.unpickle import PICKLE_BYTES_MAX, DType, Record, unpickle
 
 METADATA = ".metadata"
+_TENSOR, _OBJECT = "TensorStorageMetadata", "BytesStorageMetadata"
 _Places = dict[tuple[str, tuple[int, ...] | None], Record]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What was saved, under the names that its plans had. Objects: bytes that nobody has looked into. paths: planner_data."""
+
+    tensors: dict[str, Stored]
+    objects: dict[str, bytes]
+    paths: Any
 
 
 def load(path: str, foreign: set[str]) -> dict[str, Any]:
     """What was saved, nested as it was, each tensor as ``Stored``. Raises CkptdError."""
+    root, metadata = Path(path), _metadata(path, foreign)
+    try:
+        return _nested(root, metadata, foreign)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise _strange(root, error) from error
+
+
+def load_plans(path: str, foreign: set[str]) -> Plans:
+    """Raises CkptdError."""
+    root, metadata = Path(path), _metadata(path, foreign)
+    made = Plans({}, {}, metadata.state.get("planner_data"))
+    try:
+        if metadata.state.get("mcore_data"):
+            hint = "load it with the release of Megatron-Core that saved it, and save it again with 0.16"
+            raise CkptdError("Megatron-Core before 0.16 has changed the shapes of its tensors", where=path, hint=hint)
+        held = _held(metadata)
+        for key, facts in metadata.field("state_dict_metadata").items():
+            if _kind(root, key, facts) == _TENSOR:
+                made.tensors[key] = _tensor(root, key, facts, held, foreign)
+            else:
+                made.objects[key] = _bytes(root, held[key, None])
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise _strange(root, error) from error
+    return made
+
+
+def _metadata(path: str, foreign: set[str]) -> Record:
     root = Path(path)
     if not (root / METADATA).is_file():
         hint = "name the directory that .metadata lies in; a save that has none did not come to its end"
@@ -24,27 +62,35 @@ def load(path: str, foreign: set[str]) -> dict[str, Any]:
     if (root / METADATA).stat().st_size > PICKLE_BYTES_MAX:
         raise CkptdError(f"more than {PICKLE_BYTES_MAX} bytes", where=str(root / METADATA))
     metadata = unpickle((root / METADATA).read_bytes(), str(root / METADATA), foreign)
-    try:
-        return _read(root, metadata, foreign)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise CkptdError(f"this metadata is none that torch writes: {error!r}", where=str(root / METADATA)) from error
+    if not isinstance(metadata, Record) or not isinstance(metadata.state, dict):
+        raise _strange(root, TypeError(f"a {type(metadata).__name__}"))
+    return metadata
 
 
-def _read(root: Path, metadata: Record, foreign: set[str]) -> dict[str, Any]:
-    held: _Places = {
+def _strange(root: Path, error: Exception) -> CkptdError:
+    return CkptdError(f"this metadata is none that torch writes: {error!r}", where=str(root / METADATA))
+
+
+def _held(metadata: Record) -> _Places:
+    return {
         (index.field("fqn"), None if index.state.get("offset") is None else tuple(index.field("offset"))): info
         for index, info in metadata.field("storage_data").items()
     }
-    paths = metadata.state.get("planner_data") or {}
+
+
+def _kind(root: Path, key: str, facts: Any) -> str:
+    name = type(facts).name.rpartition(".")[2] if isinstance(facts, Record) else ""
+    if name not in (_TENSOR, _OBJECT):
+        raise CkptdError(f"{key} is saved as {facts!r}", where=str(root), hint="only tensors and values of torch are known")
+    return name
+
+
+def _nested(root: Path, metadata: Record, foreign: set[str]) -> dict[str, Any]:
+    held, paths = _held(metadata), metadata.state.get("planner_data") or {}
     found: dict[str, Any] = {}
     for key, facts in metadata.field("state_dict_metadata").items():
-        name = type(facts).name.rpartition(".")[2] if isinstance(facts, Record) else ""
-        if name == "TensorStorageMetadata":
-            value: Any = _tensor(root, key, facts, held, foreign)
-        elif name == "BytesStorageMetadata":
-            value = _value(root, held[key, None], foreign)
-        else:
-            raise CkptdError(f"{key} is saved as {facts!r}", where=str(root), hint="only tensors and values of torch are known")
+        is_tensor = _kind(root, key, facts) == _TENSOR
+        value: Any = _tensor(root, key, facts, held, foreign) if is_tensor else _value(root, held[key, None], foreign)
         way = paths.get(key, (key,))
         _put(found, [*way] if isinstance(way, tuple | list) else [key], value)
     return {key: _listed(value) for key, value in found.items()}
@@ -74,12 +120,25 @@ def _dtype(properties: Record, key: str) -> str:
 
 
 def _value(root: Path, info: Record, foreign: set[str]) -> Any:
+    return torch_file.load(str(_file(root, info)), foreign, int(info.field("offset")), int(info.field("length")))
+
+
+def _bytes(root: Path, info: Record) -> bytes:
+    file, at, length = _file(root, info), int(info.field("offset")), int(info.field("length"))
+    if not 0 <= length <= PICKLE_BYTES_MAX or not 0 <= at <= file.stat().st_size - length:
+        raise CkptdError(TORN, where=str(file))
+    with open(file, "rb") as opened:
+        opened.seek(at)
+        return opened.read(length)
+
+
+def _file(root: Path, info: Record) -> Path:
     if info.state.get("transform_descriptors"):
         raise CkptdError("its files are compressed by an extension", where=str(root), hint="load and save it again without one")
     name = str(info.field("relative_path"))
     if "/" in name or not (root / name).is_file():
         raise CkptdError(f"torn: {name} is named by the metadata, and not there", where=str(root))
-    return torch_file.load(str(root / name), foreign, int(info.field("offset")), int(info.field("length")))
+    return root / name
 
 
 def _put(root: dict[Any, Any], way: list[Any], value: Any) -> None:

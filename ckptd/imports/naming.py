@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptd.choices import PrefixMap
 from ckptd.core.errors import CkptdError
+from ckptd.imports.dcp import Plans
 from ckptd.imports.flat_optimizers import is_optimizer, taken_out
 from ckptd.imports.optimizers import Named, add_optimizer
 from ckptd.imports.param_order import ParamOrder
@@ -22,6 +23,22 @@ OWNERS = {  # what programs call them at the top of a file
 OPTIMIZER = "optimizer"
 FSDP1 = "_flat_param"
 EXTRA = "_extra_state"
+
+
+def as_planned(plans: Plans) -> Named:
+    """As CkptdStorageReader and Megatron's adapter find it. Raises CkptdError for metadata that cannot be kept."""
+    from ckptd_client import tree
+    from ckptd_client.integrations.dcp_names import PLANNER_DATA
+
+    made = Named({key: (stored, "extra") for key, stored in plans.tensors.items()}, dict(plans.objects))
+    for key in (*made.tensors, *made.objects):
+        if key.startswith("$"):
+            raise CkptdError("a name that ckptd takes for its own", where=key, hint="save it under another one")
+    why = why_not(plans.paths)
+    if why:
+        raise CkptdError(f"its planner_data cannot be kept: {why}", where=".metadata")
+    made.objects[PLANNER_DATA] = tree.encode(plain(plans.paths), PLANNER_DATA)
+    return made
 
 
 def named(tree: Mapping[Any, Any], prefixes: PrefixMap, order: ParamOrder, *, as_is: bool = False) -> Named:

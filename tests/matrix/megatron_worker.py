@@ -94,8 +94,11 @@ def main() -> None:
         if SETTINGS["do"] == "save":
             for _ in range(STEP):
                 step(optimizer)
-            strategy = CkptdSaveStrategy(client, STEP, level=SETTINGS["level"])
-            dist_checkpointing.save(state(model, optimizer), directory, sharded_strategy=strategy, **SETTINGS.get("how", {}))
+            if "files" in SETTINGS:  # Megatron's own
+                dist_checkpointing.save(state(model, optimizer), SETTINGS["files"])
+            else:
+                strategy = CkptdSaveStrategy(client, STEP, level=SETTINGS["level"])
+                dist_checkpointing.save(state(model, optimizer), directory, sharded_strategy=strategy, **SETTINGS.get("how", {}))
             write("saved", whole(model, optimizer))
             step(optimizer)
             write("after", whole(model, optimizer))
@@ -103,10 +106,13 @@ def main() -> None:
             wrote("dies", step=STEP)
             os.kill(os.getpid(), signal.SIGKILL)
         step(optimizer)  # so that there is state to be filled
-        with loading(client) as (where, loads):
-            found = dist_checkpointing.load(state(model, optimizer), where, loads)
-            files = sorted(path.name for path in Path(where).iterdir())
-            wrote("begins", step=loads.found, iteration=found["iteration"], files=files)
+        if "files" in SETTINGS:
+            found = dist_checkpointing.load(state(model, optimizer), SETTINGS["files"])
+        else:
+            with loading(client) as (where, loads):
+                found = dist_checkpointing.load(state(model, optimizer), where, loads)
+                files = sorted(path.name for path in Path(where).iterdir())
+                wrote("begins", step=loads.found, iteration=found["iteration"], files=files)
         model.load_state_dict(found["model"])
         for of_parameter in found["optimizer"]["state"].values():  # Megatron keeps one for all, too
             of_parameter["step"] = torch.tensor(float(found["iteration"]))

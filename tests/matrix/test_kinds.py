@@ -17,7 +17,7 @@ from tests.matrix.kinds.cells import Cell, differing, launch, stored, values
 pytestmark = pytest.mark.timeout(1500)
 PRECISION = 1e-4  # of a loss whose sums other ranks made in another order
 EVERYWHERE = ("DDP", "FSDP2", "HSDP")
-ENGINES = ("FSDP1", "FSDP1 (use_orig_params)", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+ENGINES = ("FSDP1", "FSDP1 (use_orig_params)", "ZeRO-1", "ZeRO-2", "ZeRO-3", "Megatron's distributed optimizer")
 LINES = ("plain", *EVERYWHERE, "CP", "TP", "PP", *ENGINES)
 SQUARES = ("FSDP2xTP", "PPxFSDP2")
 OTHERS = [

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cluster.nodes import Cluster
+from tests.cluster.nodes import REPO, Cluster
 from tests.matrix.runs import run
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,6 +55,36 @@ def test_a_killed_run_comes_back_under_other_parallelism(
     assert again.of("begins")[0]["files"] == ["common.pt", "metadata.json"]
     same(tensors(second, "loaded"), tensors(first, "saved"), 48)
     same(tensors(second, "after"), tensors(first, "after"), 48)
+
+
+def ckptd(*command: object) -> None:
+    line = [sys.executable, "-m", "ckptd", *map(str, command)]
+    done = subprocess.run(line, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("way", ["import", "export"])
+def test_its_own_files_are_imported_and_exported(nodes: Cluster, tmp_path: Path, way: str) -> None:
+    """Cut by two, loaded cut by three: Megatron's own files through the adapter; what the adapter saved by Megatron itself."""
+    root, files = nodes.root / "storage", tmp_path / "iter_0000003"
+    root.mkdir()
+    node = nodes.node(replicas=0, storage_root=root)
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    own = {"files": str(files)}
+    if way == "import":
+        files.mkdir()
+        run(node, WORKER, 2, first, "before", do="save", tp=2, dies_at=3, **own)
+        ckptd("import", files, "--from", "torch_dist", "--job", "megatron", "--storage-root", root)
+        run(node, WORKER, 3, second, "megatron", do="load", seed=7, tp=3)
+    else:
+        run(node, WORKER, 2, first, "megatron", do="save", level="durable", tp=2, dies_at=3)
+        (step,) = root.glob("*/megatron/epoch-*/step-0000000003")
+        ckptd("export", step, files, "--to", "megatron")
+        run(node, WORKER, 3, second, "after", do="load", seed=7, tp=3, **own)
+    found, expected = (torch.load(next(folder.glob(f"*/{name}"))) for folder, name in ((second, "loaded"), (first, "saved")))
+    same(found, expected, 48)
 
 
 def test_a_save_from_another_process_is_refused(nodes: Cluster, tmp_path: Path) -> None:

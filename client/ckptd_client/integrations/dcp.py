@@ -38,9 +38,7 @@ from ckptd_client import tree
 from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
 from ckptd_client.explicit import SAVING_TIMEOUT_S, Opened, Saving
-
-PLANNER_DATA = "_dcp.planner_data"
-PREFIX = "_dcp."
+from ckptd_client.integrations.dcp_names import PLANNER_DATA, PREFIX
 
 
 class _Numbered:

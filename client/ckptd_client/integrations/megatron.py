@@ -32,10 +32,10 @@ from ckptd.core.errors import CkptdError
 from ckptd_client.boxes import Blob, Box
 from ckptd_client.client import Client
 from ckptd_client.explicit import SAVING_TIMEOUT_S
-from ckptd_client.integrations.dcp import PREFIX, CkptdStorageReader, CkptdStorageWriter
+from ckptd_client.integrations.dcp import CkptdStorageReader, CkptdStorageWriter
+from ckptd_client.integrations.dcp_names import COMMON
 
 BACKEND = ("torch_dist", 1)
-COMMON = f"{PREFIX}{COMMON_STATE_FNAME}"
 KNOWN = "0.16."  # of Megatron-Core; later ones replace a strategy that they do not know by one of their own, without a word
 
 if not version.startswith(KNOWN):

@@ -36,7 +36,7 @@ class Cell(NamedTuple):
     @property
     def has_groups(self) -> str:
         """Who keeps the settings of the optimizer's groups."""
-        return next((engine for engine in ("ZeRO", "FSDP1") if engine in self.kind), "register()")
+        return next((engine for engine in ("ZeRO", "FSDP1", "Megatron") if engine in self.kind), "register()")
 
     def save(self, level: str) -> dict[str, Any]:
         return {"do": "save", "kind": self.kind, "model": self.model, "job": self.job, "level": level}

@@ -17,6 +17,7 @@ from ckptd_client import Client
 
 from tests.matrix.kinds import spread
 from tests.matrix.kinds.by_hand import ByHand
+from tests.matrix.kinds.distributed import Distributed
 from tests.matrix.kinds.fsdp1 import Fsdp1, Original
 from tests.matrix.kinds.spread import Kind
 from tests.matrix.kinds.zero import Zero1, Zero2, Zero3
@@ -27,6 +28,7 @@ KINDS: dict[str, type[Kind]] = {
     "plain": Kind, "DDP": spread.Data, "FSDP2": spread.Fsdp2, "HSDP": spread.Hsdp, "CP": spread.Context, "TP": spread.Tensors,
     "FSDP2xTP": spread.TensorsSharded, "PP": spread.Pipeline, "PPxFSDP2": spread.PipelineSharded, "EP": spread.Expert,
     "TP by rules": ByHand, "FSDP1": Fsdp1, "FSDP1 (use_orig_params)": Original, "ZeRO-1": Zero1, "ZeRO-2": Zero2, "ZeRO-3": Zero3,
+    "Megatron's distributed optimizer": Distributed,
 }  # fmt: skip
 STEPS, AFTER = 2, 2
 WAIT_S = 60.0

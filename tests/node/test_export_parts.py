@@ -1,0 +1,151 @@
+"""Several processes, or nodes with one file system, write parts of one export, and one finishes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.core.errors import CkptdError
+from ckptd.export import dcp as dcp_form
+from ckptd.export.export import Report, Request, export
+from ckptd.export.journal import NAME, Journal, Share
+from ckptd.persist.names import step_dir
+from ckptd.persist.storage.posix import PosixStorage
+from tests.cluster.nodes import REPO
+from tests.node.checkpoints import DEFAULT, JOB, World, save, small_world
+from tests.node.commands import Cli
+from tests.node.test_export_written import TENSORS, Killed, of_world, opened, raw
+
+COUNT = 3
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
+    root = tmp_path_factory.mktemp("parts") / "root"
+    world = small_world(2, rows=2400)
+    save(PosixStorage(str(root)), world)
+    return root / step_dir(JOB, DEFAULT), world
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_form, "CHUNK_BYTES", 512 << 10)
+    monkeypatch.setattr(dcp_form, "FILE_BYTES", 1 << 20)
+
+
+def exported(source: Path, dest: Path, to: str, part: str | None = None, dies_at: int | None = None) -> Report:
+    def shown(done: int, total: int) -> None:
+        if dies_at is not None and done >= dies_at:
+            raise Killed
+
+    return export(Request(str(source), str(dest), to, TENSORS, part=part), shown)
+
+
+def check(dest: Path, to: str, world: World) -> None:
+    found = opened(dest, to)
+    assert found.keys() == {"model.wide", "model.tall", "model.norm", "model.mean", "model.head"}
+    assert all(raw(value) == of_world(world, key.replace("head", "wide")) for key, value in found.items())
+    assert not dest.with_name(dest.name + ".exporting").exists()
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_parts_one_after_the_other_are_all_of_it(original: tuple[Path, World], tmp_path: Path, to: str) -> None:
+    """What one of them has written none of the others writes, and who finishes it only looks at it."""
+    source, world = original
+    parts = [exported(source, tmp_path / "out", to, f"{number}/{COUNT}") for number in range(1, COUNT + 1)]
+    assert not (tmp_path / "out").exists()
+    assert all(part.written > 0 and part.reused == 0 for part in parts)
+    assert sum(part.written for part in parts) == parts[0].nbytes
+    report = exported(source, tmp_path / "out", to)
+    assert report.written == 0 and report.reused == report.nbytes
+    check(tmp_path / "out", to, world)
+    if to == "torch":
+        exported(source, tmp_path / "whole", to)
+        assert (tmp_path / "out").read_bytes()[-100_000:] == (tmp_path / "whole").read_bytes()[-100_000:]
+
+
+def test_processes_side_by_side(original: tuple[Path, World], tmp_path: Path) -> None:
+    """All of them begin it at once; one of them makes the frame of the file."""
+    source, world = original
+    command = [sys.executable, "-m", "ckptd", "export", source, tmp_path / "out", "--to", "torch", "--json"]
+    command += [word for pattern in TENSORS for word in ("--only", pattern)]
+    made = [
+        subprocess.Popen([*map(str, command), "--part", f"{number}/{COUNT}"], cwd=REPO, stdout=subprocess.PIPE, text=True)
+        for number in range(1, COUNT + 1)
+    ]
+    told = [json.loads(process.communicate(timeout=120)[0]) for process in made]
+    assert [row["part"] for row in told] == ["1/3", "2/3", "3/3"] and not (tmp_path / "out").exists()
+    done = subprocess.run([*map(str, command)], cwd=REPO, capture_output=True, text=True, timeout=120, check=True)
+    report = json.loads(done.stdout)
+    assert report["written"] == 0 and report["reused"] == report["nbytes"] == sum(row["written"] for row in told)
+    check(tmp_path / "out", "torch", world)
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_part_that_was_killed_goes_on_and_one_that_lacks_is_made_up_for(
+    original: tuple[Path, World], tmp_path: Path, to: str
+) -> None:
+    source, world = original
+    exported(source, tmp_path / "out", to, "1/3")
+    with pytest.raises(Killed):
+        exported(source, tmp_path / "out", to, "2/3", dies_at=2_000_000)
+    again = exported(source, tmp_path / "out", to, "2/3")
+    assert again.written > 0 and (again.reused > 0 or to == "torch"), "a tensor of one file is written anew, whole"
+    report = exported(source, tmp_path / "out", to)
+    assert 0 < report.written < report.nbytes and report.written + report.reused == report.nbytes
+    check(tmp_path / "out", to, world)
+
+
+def test_who_may_write_it_now(original: tuple[Path, World], tmp_path: Path) -> None:
+    source, world = original
+    folder = tmp_path / "out.exporting"
+    exported(source, tmp_path / "out", "torch", "1/3")
+    plan = json.loads((folder / NAME).read_text().splitlines()[0])["plan"]
+    held = Journal(folder, plan, Share(0, COUNT), lambda: None)
+    for part in ("1/3", None):  # the same one, and who finishes it
+        with pytest.raises(CkptdError, match="another export is writing it"):
+            exported(source, tmp_path / "out", "torch", part)
+    with pytest.raises(CkptdError, match="another export is writing it"):  # by another plan
+        export(Request(str(source), str(tmp_path / "out"), "torch", ("model.*",), part="2/3"))
+    exported(source, tmp_path / "out", "torch", "2/3")
+    held.close()
+    exported(source, tmp_path / "out", "torch")
+    check(tmp_path / "out", "torch", world)
+
+
+def test_another_plan_throws_all_parts_away(original: tuple[Path, World], tmp_path: Path) -> None:
+    source, world = original
+    export(Request(str(source), str(tmp_path / "out"), "torch", ("model.*",), part="1/2"))
+    report = exported(source, tmp_path / "out", "torch")
+    assert report.reused == 0 and report.written == report.nbytes
+    check(tmp_path / "out", "torch", world)
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_a_line_that_a_death_has_torn_is_no_end(original: tuple[Path, World], tmp_path: Path, to: str) -> None:
+    """Twice: what is written behind it is read by the next one."""
+    source, world = original
+    for dies_at in (1_000_000, 3_000_000):
+        with pytest.raises(Killed):
+            exported(source, tmp_path / "out", to, dies_at=dies_at)
+        with (tmp_path / "out.exporting" / NAME).open("a") as file:
+            file.write('{"part": "mod')
+    report = exported(source, tmp_path / "out", to)
+    assert 0 < report.reused < report.nbytes
+    check(tmp_path / "out", to, world)
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/", "a/b", "-1/2", "1/0"])
+def test_what_is_no_part(original: tuple[Path, World], tmp_path: Path, cli: Cli, text: str) -> None:
+    ran = cli("export", original[0], tmp_path / "out", "--to", "torch", "--part", text)
+    assert ran.code == 1 and "no part of an export" in ran.err and not os.listdir(tmp_path)
+
+
+def test_a_running_job_has_no_parts(tmp_path: Path, cli: Cli) -> None:
+    ran = cli("export", "run", tmp_path / "out", "--to", "torch", "--live", "--part", "1/2")
+    assert ran.code == 1 and "it is for a checkpoint" in ran.err
