@@ -1,6 +1,8 @@
-"""Flush and durable read next to what the disk gives in the same run: O_DIRECT writes, preadv. Verification is on.
+"""Flush and durable read next to what the storage gives in the same run: O_DIRECT writes and preadv of a disk, plain obstore of a
+bucket. Verification is on.
 
 python -m bench.persist --directory /mnt/checkpoints --json out.json
+python -m bench.persist --storage s3://bench/run        # AWS_ENDPOINT_URL, or a server of the bench's own
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ import os
 import shutil
 import tempfile
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
+from bench import object_server
 from bench.common import Report, Row, arguments, interleave
 from bench.state import JOB, make_arena, sealed_slot
 from ckptd.arena.arena import Slot
@@ -25,19 +32,33 @@ from ckptd.core.state_map.box import Box
 from ckptd.persist.commit import commit
 from ckptd.persist.names import step_dir
 from ckptd.persist.pieces import HeldPiece
-from ckptd.persist.reader import Checkpoint
+from ckptd.persist.reader import READER_THREADS, Checkpoint
+from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.writer import WRITER_THREADS, write_pieces
 
 CHUNK_BYTES = 8 << 20
 FLUSH_FLOOR, READ_FLOOR = 0.6, 0.6
+BUCKET_FLOOR, BUCKET_CPU_FLOOR = 0.85, 1.5
 NODE = NodeInfo("bench", "", "", "bench")
 SNAPSHOT = SnapshotId(1, 1)
 RECORD = EpochRecord(1, "bench", ("bench",), (NODE,))
 
 
+class Limit(Protocol):
+    """What the storage gives: the same bytes, the same number of threads, nothing else done."""
+
+    writes: str
+    reads: str
+
+    def write(self) -> None: ...
+    def prepare_read(self) -> None: ...
+    def read(self) -> None: ...
+
+
 class Disk:
-    """The machine's own limit: the same bytes, the same number of threads, nothing else done."""
+    writes, reads = f"O_DIRECT write + fsync, {WRITER_THREADS} threads", f"preadv, {WRITER_THREADS} threads, cold page cache"
 
     def __init__(self, directory: Path, slot: Slot) -> None:
         self._directory = directory
@@ -90,13 +111,63 @@ def _payload(slot: Slot) -> int:
     return slot.record.layout.payload_bytes
 
 
+class Bucket:
+    """Parts, ranges and requests at once are ckptd's."""
+
+    writes, reads = f"obstore, {WRITER_THREADS} uploads", f"obstore, {READER_THREADS} threads of ranges"
+
+    def __init__(self, root: str, slot: Slot) -> None:
+        from ckptd.core.storage_root import bucket_and_prefix
+        from ckptd.persist.storage import object_file
+        from ckptd.persist.storage.object_store import connect
+
+        self._sizes = object_file
+        self._store = connect(*bucket_and_prefix(f"{root}-limit"))
+        view = slot.payload[: _payload(slot)]
+        half = -(-len(view) // WRITER_THREADS)
+        self._parts = {f"part-{at}": view[at : at + half] for at in range(0, len(view), half)}
+
+    def write(self) -> None:
+        import obstore
+
+        self.prepare_read()
+        obstore.delete(self._store, [*self._parts])
+
+    def prepare_read(self) -> None:
+        with ThreadPoolExecutor(WRITER_THREADS) as pool:
+            list(pool.map(self._upload, self._parts))
+
+    def _upload(self, name: str) -> None:
+        import obstore
+
+        size, data = self._sizes.PART_BYTES, self._parts[name]
+        with obstore.open_writer(self._store, name, buffer_size=size, max_concurrency=self._sizes.PARTS_AT_ONCE) as file:
+            for at in range(0, len(data), size):
+                file.write(data[at : at + size])
+
+    def read(self) -> None:
+        step = self._sizes.SPAN_BYTES
+        spans = [(name, at, min(step, len(part) - at)) for name, part in self._parts.items() for at in range(0, len(part), step)]
+        with ThreadPoolExecutor(READER_THREADS) as pool:
+            assert sum(pool.map(self._fetch, spans)) == sum(map(len, self._parts.values()))
+
+    def _fetch(self, span: tuple[str, int, int]) -> int:
+        import obstore
+
+        name, at, nbytes = span
+        return len(obstore.get_range(self._store, name, start=at, length=nbytes))
+
+
 class Flush:
-    def __init__(self, storage: PosixStorage, slot: Slot) -> None:
+    def __init__(self, storage: Storage, slot: Slot) -> None:
         self._storage, self._slot, self._turn = storage, slot, 0
 
     def write(self) -> None:
         self.commit()
-        shutil.rmtree(self._storage.locate(step_dir(JOB, SNAPSHOT)))
+        if isinstance(self._storage, PosixStorage):
+            shutil.rmtree(self._storage.locate(step_dir(JOB, SNAPSHOT)))
+        else:
+            assert self._storage.hide(step_dir(JOB, SNAPSHOT)) and self._storage.drop(step_dir(JOB, SNAPSHOT))
 
     def commit(self) -> None:
         self._turn += 1
@@ -125,10 +196,11 @@ class Flush:
 
     def read(self) -> None:
         """Into the slot it was written from."""
-        for path in Path(self._storage.locate(step_dir(JOB, SNAPSHOT))).iterdir():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+        if isinstance(self._storage, PosixStorage):
+            for path in Path(self._storage.locate(step_dir(JOB, SNAPSHOT))).iterdir():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
         record = self._slot.record
         assert record is not None
         with Checkpoint.open(self._storage, JOB, SNAPSHOT) as checkpoint:
@@ -136,30 +208,64 @@ class Flush:
                 checkpoint.read(fragment.key, Box.whole(fragment.shape), dest)
 
 
+class Timed:
+    """Of each call the processor time, too, without the first, which warms up."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._all: list[float] = []
+
+    def __call__(self) -> None:
+        began = time.process_time()
+        self._call()
+        self._all.append(time.process_time() - began)
+
+    @property
+    def cpu(self) -> list[float]:
+        return self._all[1:]
+
+
+def compare(report: Report, limit: Limit, flush: Flush, nbytes: int, repeats: int, in_bucket: bool) -> None:
+    def both(name: str, theirs: Callable[[], None], what: str, ours: Callable[[], None], floor: float) -> None:
+        timed = Timed(theirs), Timed(ours)
+        taken = interleave({"limit": timed[0], "ckptd": timed[1]}, repeats)
+        row = report.add(Row(name, taken["limit"], nbytes))
+        report.add(Row(f"ckptd: {what}", taken["ckptd"], nbytes, floor=floor), row)
+        if in_bucket:
+            row = report.add(Row(f"{name}, processor time", timed[0].cpu, nbytes))
+            cpu = Row(f"ckptd: {what}, processor time", timed[1].cpu, nbytes, floor=BUCKET_CPU_FLOOR, kind="time")
+            report.add(cpu, row)
+
+    writes, reads = (BUCKET_FLOOR, BUCKET_FLOOR) if in_bucket else (FLUSH_FLOOR, READ_FLOOR)
+    both(limit.writes, limit.write, "verify, write, sums, commit", flush.write, writes)
+    flush.commit()
+    limit.prepare_read()
+    both(limit.reads, limit.read, "read, verify", flush.read, reads)
+    flush.prove()
+
+
 def main() -> int:
-    args = arguments(__doc__ or "", directory={"type": Path, "default": None})
-    directory = Path(tempfile.mkdtemp(prefix="ckptd-bench-", dir=args.directory))
+    help_text = "a bucket, in place of a directory"
+    args = arguments(
+        __doc__ or "", directory={"type": Path, "default": None},
+        storage={"default": None, "metavar": "s3://...", "help": help_text},
+    )  # fmt: skip
     nbytes = int(args.bytes)
     report = Report("persist: flush and durable read")
-    try:
+    with ExitStack() as ends:
         arena = make_arena(1, nbytes)
         slot = sealed_slot(arena, nbytes)
-        storage = PosixStorage(str(directory / "root"))
-        disk, flush = Disk(directory, slot), Flush(storage, slot)
-        taken = interleave({"O_DIRECT": disk.write, "ckptd": flush.write}, args.repeats)
-        limit = report.add(Row("O_DIRECT write + fsync, 2 threads", taken["O_DIRECT"], nbytes))
-        report.add(
-            Row("ckptd: verify, write, sums, commit", taken["ckptd"], nbytes, floor=FLUSH_FLOOR), limit
-        )
-        flush.commit()
-        disk.prepare_read()
-        taken = interleave({"preadv": disk.read, "ckptd": flush.read}, args.repeats)
-        flush.prove()
-        limit = report.add(Row("preadv, 2 threads, cold page cache", taken["preadv"], nbytes))
-        report.add(Row("ckptd: read, verify", taken["ckptd"], nbytes, floor=READ_FLOOR), limit)
-        report.facts["directory"] = str(directory.parent)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        limit: Limit
+        if args.storage is not None:
+            ends.enter_context(object_server.running())
+            storage, limit = storage_at(args.storage, create=True), Bucket(args.storage, slot)
+            report.facts["endpoint"] = os.environ["AWS_ENDPOINT_URL"]
+        else:
+            directory = Path(tempfile.mkdtemp(prefix="ckptd-bench-", dir=args.directory))
+            ends.callback(shutil.rmtree, directory, ignore_errors=True)
+            storage, limit = storage_at(str(directory / "root"), create=True), Disk(directory, slot)
+            report.facts["directory"] = str(directory.parent)
+        compare(report, limit, Flush(storage, slot), nbytes, args.repeats, args.storage is not None)
     return report.finish(args.json)
 
 
