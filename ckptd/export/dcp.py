@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ckptd_client.integrations.dcp_names import COMMON, PLANNER_DATA, PREFIX
+from ckptd_client.integrations.dcp_names import (
+    BACKEND,
+    COMMON,
+    COMMON_FILE,
+    CONFIG_FILE,
+    PLANNER_DATA,
+    PREFIX,
+)
 from ckptd_client.tree import decode
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (  # its name stands in every .metadata there is
@@ -35,8 +42,7 @@ from ckptd.export.stored import Stored
 STATE_DICT = "state_dict"
 CHUNK_BYTES = 64 << 20  # of a tensor: readers of this format take a whole chunk for any part of it
 FILE_BYTES = 256 << 20  # the writer keeps a chunk of each tensor of a file in memory until that is written
-COMMON_FILE, CONFIG = "common.pt", "metadata.json"  # of Megatron-Core
-BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+BACKENDS = {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 Rows = list[list[Any]]  # key, offsets, place in the file, length: a file's items
 
 
@@ -132,7 +138,7 @@ class MegatronFolder(DcpFolder):
 
     def write(self, staging: Staging) -> None:
         super().write(staging)
-        for name, data in {COMMON_FILE: self._common, CONFIG: json.dumps(BACKENDS).encode()}.items():
+        for name, data in {COMMON_FILE: self._common, CONFIG_FILE: json.dumps(BACKENDS).encode()}.items():
             (staging.content / name).write_bytes(data)
 
 

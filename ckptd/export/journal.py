@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -36,9 +35,6 @@ class Share(NamedTuple):
         """Is what lies at this byte of all of them its own?"""
         middle = at + nbytes // 2
         return min(middle * self.of // max(total, 1), self.of - 1) == self.number
-
-    def __str__(self) -> str:
-        return f"{self.number + 1}/{self.of}"
 
 
 class Journal:
@@ -110,9 +106,7 @@ class Journal:
 def _locked(file: TextIO, how: int) -> bool:
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
+    except BlockingIOError:
         return False
     return True
 

@@ -80,27 +80,22 @@ class Staging:
         """A file below ``content`` ("": itself) in which only the places of tensors are left to be written; made once."""
         path = self.content / name if name else self.content
         part = f"made {name}"
-        if path.is_file() and (part in self._done or self.share is not None):  # who shares it makes no half of one
+        if path.is_file() and (part in self._done or self.share is not None):
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if self.share is not None:
-            self._make_one(path, make)
-        else:
-            path.unlink(missing_ok=True)
-            make(path)
-            for key in [key for key in self._done if key.startswith(f"{name}@")]:
-                del self._done[key]
-        self._journal.note({"part": part})
-        return path
-
-    def _make_one(self, path: Path, make: Callable[[Path], None]) -> None:
-        """Others make the same: the first one's counts."""
-        aside = self._folder / f"making-{self.share}-{secrets.token_hex(4)}".replace("/", "-of-")
+        aside = self._folder / f"making-{secrets.token_hex(4)}"
         aside.mkdir()
         make(aside / path.name)
-        with suppress(FileExistsError):
-            os.link(aside / path.name, path)
+        self._journal.note({"part": part})  # before it is there: what is there and not noted would be made anew, and what is in it
+        if self.share is None:
+            for key in [key for key in self._done if key.startswith(f"{name}@")]:
+                del self._done[key]
+            os.replace(aside / path.name, path)
+        else:
+            with suppress(FileExistsError):  # others make the same, and the first one's counts
+                os.link(aside / path.name, path)
         shutil.rmtree(aside)
+        return path
 
     def _is_mine(self, nbytes: int) -> bool:
         at, self._at = self._at, self._at + nbytes

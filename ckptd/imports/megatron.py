@@ -9,15 +9,14 @@ from ckptd.core.errors import CkptdError
 from ckptd.imports import dcp, torch_file
 from ckptd.imports.dcp import Plans
 
-COMMON_FILE, CONFIG, TRACKER = "common.pt", "metadata.json", "latest_checkpointed_iteration.txt"
-BACKEND = "torch_dist"
+TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = "iteration"
 RELEASE = "release"  # in the tracker, of weights that no training wrote
 
 
 def load(path: str, foreign: set[str]) -> tuple[Plans, int]:
     """(what was saved, the step that it says). common.pt is one of its objects, as the adapter keeps it. Raises CkptdError."""
-    from ckptd_client.integrations.dcp_names import COMMON
+    from ckptd_client.integrations.dcp_names import COMMON, COMMON_FILE
 
     folder = _folder(Path(path))
     plans = dcp.load_plans(str(folder), foreign)
@@ -32,12 +31,14 @@ def load(path: str, foreign: set[str]) -> tuple[Plans, int]:
 
 def _folder(path: Path) -> Path:
     """The checkpoint itself, or of a folder of several the one that its tracker names."""
+    from ckptd_client.integrations.dcp_names import BACKEND, CONFIG_FILE
+
     tracker = path / TRACKER
     if tracker.is_file():
         newest = tracker.read_text(errors="replace").strip()
         path = path / (newest if newest == RELEASE else f"iter_{int(newest) if newest.isdecimal() else 0:07d}")
     try:
-        said = json.loads((path / CONFIG).read_bytes())
+        said = json.loads((path / CONFIG_FILE).read_bytes())
         backend = said["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "name the folder that metadata.json lies in: .../iter_0001000"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptd.core.errors import CkptdError
 from ckptd.export import dcp as dcp_form
@@ -22,6 +23,7 @@ from tests.node.commands import Cli
 from tests.node.test_export_written import TENSORS, Killed, of_world, opened, raw
 
 COUNT = 3
+RUN_TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +80,9 @@ def test_processes_side_by_side(original: tuple[Path, World], tmp_path: Path) ->
         subprocess.Popen([*map(str, command), "--part", f"{number}/{COUNT}"], cwd=REPO, stdout=subprocess.PIPE, text=True)
         for number in range(1, COUNT + 1)
     ]
-    told = [json.loads(process.communicate(timeout=120)[0]) for process in made]
+    told = [json.loads(process.communicate(timeout=RUN_TIMEOUT_S)[0]) for process in made]
     assert [row["part"] for row in told] == ["1/3", "2/3", "3/3"] and not (tmp_path / "out").exists()
-    done = subprocess.run([*map(str, command)], cwd=REPO, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*map(str, command)], cwd=REPO, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=True)
     report = json.loads(done.stdout)
     assert report["written"] == 0 and report["reused"] == report["nbytes"] == sum(row["written"] for row in told)
     check(tmp_path / "out", "torch", world)
@@ -138,6 +140,29 @@ def test_a_line_that_a_death_has_torn_is_no_end(original: tuple[Path, World], tm
     report = exported(source, tmp_path / "out", to)
     assert 0 < report.reused < report.nbytes
     check(tmp_path / "out", to, world)
+
+
+def test_a_part_behind_a_run_that_died_while_it_made_the_frame(
+    original: tuple[Path, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, world = original
+    real = torch.save
+
+    def dies(tree: object, path: Path) -> None:
+        real(tree, path)
+        with path.open("r+b") as file:
+            file.truncate(500)
+        raise Killed
+
+    monkeypatch.setattr(torch, "save", dies)
+    for part in (None, "1/3"):
+        with pytest.raises(Killed):
+            exported(source, tmp_path / "out", "torch", part)
+    monkeypatch.setattr(torch, "save", real)
+    for part in ("3/3", "1/3", "2/3"):
+        assert exported(source, tmp_path / "out", "torch", part).written > 0
+    assert exported(source, tmp_path / "out", "torch").written == 0
+    check(tmp_path / "out", "torch", world)
 
 
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/", "a/b", "-1/2", "1/0"])

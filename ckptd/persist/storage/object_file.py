@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import obstore
@@ -28,6 +28,7 @@ class ObjectWriter:
     def __init__(self, store: S3Store, key: str, where: str) -> None:
         self._store, self._key, self._where = store, key, where
         self._part = np.empty(PART_BYTES, np.uint8)
+        self._lent: list[tuple[memoryview, np.ndarray[Any, np.dtype[np.uint8]]]] = []  # parts that are being sent
         self._sent = self._fill = 0
         self._upload: obstore.WritableFile | None = None
         self._failed = False
@@ -88,12 +89,23 @@ class ObjectWriter:
                 self._upload = obstore.open_writer(
                     self._store, self._key, buffer_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
                 )
-            self._upload.write(self._part.data)
+            lent = self._part.data
+            self._upload.write(lent)
+            self._lent.append((lent, self._part))
         except Exception as error:
             self._failed = True
             raise store_error(error, "upload", self._where) from error
         self._sent += self._fill
-        self._part, self._fill = np.empty(PART_BYTES, np.uint8), 0
+        self._part, self._fill = self._free_part(), 0
+
+    def _free_part(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """One that was sent, if there is any: the first touch of memory may take longer than sending it."""
+        for at, (lent, part) in enumerate(self._lent):
+            with suppress(BufferError):  # the upload holds on to it
+                lent.release()
+                del self._lent[at]
+                return part
+        return np.empty(PART_BYTES, np.uint8)
 
     def _check(self) -> None:
         if self._failed:
@@ -119,7 +131,7 @@ class ObjectReader:
         if len(dest) < WINDOW_BYTES:
             self._windows.read_into(self._number, self._fetch, self._size, at, dest)
         else:
-            dest[:] = self._fetch(at, len(dest))
+            np.copyto(np.frombuffer(dest, np.uint8), np.frombuffer(self._fetch(at, len(dest)), np.uint8))
 
     def _fetch(self, at: int, nbytes: int) -> memoryview:
         try:
