@@ -43,7 +43,9 @@ ROOMS: dict[str, frozenset[str]] = {
     ),
 }  # fmt: skip
 # What the client packs an export unpacks, and no daemon does.
-UNPACKED_BY = frozenset({"ckptd_client", "ckptd_client.dtypes", "ckptd_client.same", "ckptd_client.tree"})
+UNPACKED_BY = frozenset(
+    {"ckptd_client", "ckptd_client.dtypes", "ckptd_client.integrations.dcp_names", "ckptd_client.same", "ckptd_client.tree"}
+)
 LIVE = ("ckptd.export.live", "ckptd_client.reader")  # one module of it reads a running job, as any process may
 ALWAYS_ALLOWED = frozenset({"core", "errors"})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,8 +72,20 @@ def loaded(client: Client) -> tuple[int | None, dict[str, Any]]:
     return reader.found, found
 
 
-def save_files(found: dict[str, Any], folder: Path) -> None:
-    dcp.save(found, storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0))
+class Writer(dcp.FileSystemWriter):
+    """``more``: in its metadata, too."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self._more = more
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        vars(metadata).update(self._more)
+        super().finish(metadata, results)
+
+
+def save_files(found: dict[str, Any], folder: Path, **more: Any) -> None:
+    dcp.save(found, storage_writer=Writer(folder, **more))
 
 
 def checkpoint(root: Path, step: int = STEP) -> Path:
@@ -190,9 +201,8 @@ def bad(folder: Path, how: str) -> None:
     elif how == "ours":
         save_files({"$meta": [1]}, one)
     else:
-        metadata = pickle.loads((one / ".metadata").read_bytes())
-        metadata.mcore_data = {"decoder.weight": {"nd_reformulated_orig_global_shape": (4, 6)}}
-        (one / ".metadata").write_bytes(pickle.dumps(metadata))
+        shapes = {"decoder.weight": {"nd_reformulated_orig_global_shape": (4, 6)}}
+        save_files({"decoder.weight": torch.randn(4, 6)}, one, mcore_data=shapes)
 
 
 @pytest.mark.parametrize(
