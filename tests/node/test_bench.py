@@ -39,6 +39,11 @@ def test_it_runs_to_its_end(name: str, tmp_path: Path) -> None:
     assert not [row["name"] for row in told["rows"] if not row["seconds"]]
 
 
+def test_a_bucket_of_its_own_runs_to_its_end(tmp_path: Path) -> None:
+    told = told_by("persist", tmp_path, "--bytes", "1e7", "--repeats", "1", "--storage", "s3://bench/run")
+    assert len(told["rows"]) == 8 and told["facts"]["endpoint"].startswith("http://127.0.0.1:")
+
+
 @pytest.mark.chaos
 @device.NEEDED
 def test_the_stall_on_a_device_is_told_apart_from_the_hosts(tmp_path: Path) -> None:
