@@ -84,6 +84,7 @@ class Retention:
         )
         thread = self._services.flush.submit(call)
         work = asyncio.wrap_future(thread)
+        work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # looked at, also when nobody waits any more
         await asyncio.wait({work}, timeout=RETENTION_TIMEOUT_S)
         if not work.done() and not thread.cancel():
             cancelled.set()

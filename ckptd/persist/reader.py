@@ -22,10 +22,11 @@ from ckptd.persist.files import OpenFiles
 from ckptd.persist.index import Chunk, Tensor
 from ckptd.persist.lease import Lease
 from ckptd.persist.manifest_file import read
-from ckptd.persist.names import step_dir
+from ckptd.persist.names import epoch_of_dir, step_dir, step_of_dir
 from ckptd.persist.ranges import StoredChunk
 from ckptd.persist.storage.base import NotFound, Storage
 from ckptd.persist.strided import elements, extent, inside, slabs, window
+from ckptd.persist.sums import FileDamage
 from ckptd.thread_pool import ThreadPool, together
 
 SEGMENT_BYTES = 8 << 20  # of a big contiguous read per thread and turn; also the scratch of a strided one
@@ -68,10 +69,12 @@ class Checkpoint:
     @staticmethod
     def _at(storage: Storage, directory: str, lease: Lease | None) -> Checkpoint:
         try:
-            return Checkpoint(storage, directory, read(storage, directory), lease)
+            contents = read(storage, directory)
         except NotFound as error:
             hint = "`ckptd ls` shows what there is"
             raise NotFound("no such checkpoint", where=error.where, hint=hint) from error
+        _check_place(directory, contents.manifest.snapshot, storage.locate(directory))
+        return Checkpoint(storage, directory, contents, lease)
 
     def close(self) -> None:
         with self._lock:
@@ -228,3 +231,12 @@ class Checkpoint:
             if self._pool is None:
                 self._pool = ThreadPool(READER_THREADS - 1, "ckptd-read")  # and whoever reads
             return self._pool
+
+
+def _check_place(directory: str, snapshot: SnapshotId, where: str) -> None:
+    """Raises FileDamage: it lies under the name of another step, where it would be taken for that."""
+    *_, epoch_name, step_name = "", "", *directory.split("/")
+    epoch, step = epoch_of_dir(epoch_name), step_of_dir(step_name)
+    if step is not None and (step != snapshot.step or epoch not in (None, snapshot.epoch)):
+        text = f"it is step {snapshot.step} of epoch {snapshot.epoch}, under the name of another"
+        raise FileDamage(text, where=where)

@@ -24,7 +24,6 @@ from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import Retained, retain
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.storage.posix_file import PosixReader
-from ckptd.persist.storage.tree import DROPPED, HIDDEN
 from tests.node.checkpoints import JOB, World, check_all, epoch_record, save, small_world, write_all
 
 STEPS = (10, 20, 30, 40)
@@ -73,20 +72,6 @@ def test_what_died_before_it_had_its_name_goes(storage: PosixStorage, world: Wor
     assert [entry.name for entry in storage.list(epochs_dir(JOB))] == ["epoch-000001.json"]
     names = [entry.name for entry in storage.list(step_dir(JOB, SnapshotId(1, 10)))]
     assert not [name for name in names if name.endswith(".part")]
-
-
-def test_a_sweep_takes_what_was_being_deleted_and_leaves_what_is_hidden(storage: PosixStorage, world: World) -> None:
-    """`ckptd gc`, without a policy. Retention's own sweep leaves that to the step before it."""
-    fill(storage, world)
-    dropped, hidden = (step_dir(JOB, SnapshotId(1, step)) for step in (10, 20))
-    assert storage.hide(hidden) and storage.hide(dropped)
-    storage.move_file(f"{dropped}/{HIDDEN}", f"{dropped}/{DROPPED}")  # whoever dropped it died behind that
-    run = retention._Pass(storage, JOB, Policy(), None, 0.0, 0.0, Retained(), threading.Event())
-    run.sweep(0.0)
-    assert len(storage.list(epoch_dir(JOB, 1))) == 4
-    assert retention.sweep(storage, JOB, 0.0) == [storage.locate(dropped)]
-    assert [entry.name for entry in storage.list(epoch_dir(JOB, 1))] == [f"step-{step:010d}" for step in (20, 30, 40)]
-    assert storage.reveal(hidden) and steps_left(storage) == [20, 30, 40]
 
 
 def once_one_is_deleted(storage: PosixStorage) -> threading.Event:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import obstore
 
-from ckptd.persist.storage.base import NotFound, Sight, StorageError
+from ckptd.persist.names import PART
+from ckptd.persist.storage.base import NotFound, Sight
 from ckptd.persist.storage.object_errors import store_error
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 TOKEN = "ckptd-write"  # metadata of each small object: which write made it
 FORMAT, VERSION = "ckptd-pointer", 1
+POINTER = ".pointer"  # step-N.pointer
+POINTER_BYTES_MAX = 1 << 16
 WRITE_TRIES = 3  # where the store refuses an object for one that is gone when it is looked at
 
 
@@ -37,12 +40,14 @@ class _File(msgspec.Struct):
 @dataclass(frozen=True)
 class Commit:
     """What a pointer says. attempt: the name of the directory beside it that was committed. e_tag: of this very state. at_s: since
-    when it is so, on the store's clock."""
+    when it is so, on the store's clock. damage: why nothing can be made of it ("": it is whole); then it names no attempt, and
+    nobody touches it, nor what it may have named."""
 
     attempt: str
     sight: Sight
     e_tag: str
     at_s: float
+    damage: str = ""
 
 
 def write_once(store: S3Store, key: str, data: bytes, where: str, *, over: str = "") -> bool:
@@ -80,20 +85,26 @@ def encode(attempt: str, sight: Sight) -> bytes:
 
 
 def read(store: S3Store, key: str, where: str) -> Commit | None:
-    """None: there is no such pointer. Raises StorageError."""
+    """None: there is no such pointer. One that is damaged stands for its step alone. Raises StorageError."""
     try:
         found = obstore.get(store, key)
-        data, meta = bytes(found.bytes()), found.meta
+        meta = found.meta
+        data = bytes(found.bytes()) if meta["size"] <= POINTER_BYTES_MAX else b""
     except Exception as error:
         told = store_error(error, "read the pointer", where)
         if isinstance(told, NotFound):
             return None
         raise told from error
+    state = meta["e_tag"] or "", meta["last_modified"].timestamp()
     try:
         file = msgspec.json.decode(data, type=_File)
         sight = Sight(file.sight)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-        raise StorageError(f"damaged pointer: {error}", where=where, hint="delete this object if another copy serves") from error
+        why = f"{meta['size']} bytes" if meta["size"] > POINTER_BYTES_MAX else str(error)
+        return Commit("", Sight.SHOWN, *state, f"damaged pointer: {why}")
     if file.format != FORMAT or file.version > VERSION:
-        raise StorageError(f"a pointer of version {file.version}", where=where, hint="upgrade ckptd on this node")
-    return Commit(file.attempt, sight, meta["e_tag"] or "", meta["last_modified"].timestamp())
+        return Commit("", Sight.SHOWN, *state, f"a pointer of version {file.version}, which wants a newer ckptd on this node")
+    name = key.rpartition("/")[2].removesuffix(POINTER)
+    if not (file.attempt.startswith(f"{name}.") and file.attempt.endswith(PART)) or "/" in file.attempt:
+        return Commit("", Sight.SHOWN, *state, f"damaged pointer: it names {file.attempt!r}, no attempt at {name}")
+    return Commit(file.attempt, sight, *state)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import obstore
 from obstore.store import S3Store
 
-from ckptd.persist.names import MANIFEST, PART
+from ckptd.persist.names import DAMAGED, MANIFEST, PART
 from ckptd.persist.storage import object_pointer as pointers
 from ckptd.persist.storage.base import (
     AWAY,
@@ -34,7 +34,7 @@ from ckptd.persist.storage.base import (
 )
 from ckptd.persist.storage.object_errors import store_error
 from ckptd.persist.storage.object_file import ObjectReader, ObjectWriter
-from ckptd.persist.storage.object_pointer import Commit, write_once
+from ckptd.persist.storage.object_pointer import POINTER, Commit, write_once
 from ckptd.persist.storage.object_windows import Windows
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 OWN = ".ckptd"  # objects that are no part of any path
 MARKER, CLOCK = f"{OWN}/root", f"{OWN}/clock"
 IDENTITY_BYTES = 16
-POINTER, MARK = ".pointer", ".mark-"  # step-N.pointer; ATTEMPT.mark-keep
+MARK = ".mark-"  # ATTEMPT.mark-keep
 FREE_BYTES = 1 << 60  # a bucket has no end; a quota says so when it is reached
 ROOT_SEEN_S = 30.0  # so long a marker that was seen is taken to be there still; where something is missing it is looked at anew
 KNOWN_MAX = 65536  # pointers whose last state is remembered
@@ -117,10 +117,11 @@ class ObjectStorage:
     def locate(self, path: str) -> str:
         """Below a pointer: where its attempt's files are, if that was seen already."""
         above, _, name = path.rpartition("/")
-        if path in self._known:
-            path = self._attempt(path, self._known[path])
-        elif above in self._known:
-            path = f"{self._attempt(above, self._known[above])}/{name}"
+        for pointer, below in ((path, ""), (above, f"/{name}")):
+            commit = self._known.get(pointer)
+            if commit is not None and not commit.damage:
+                path = f"{self._attempt(pointer, commit)}{below}"
+                break
         return f"{self.root}/{path}" if path else self.root
 
     def free_bytes(self) -> int:
@@ -153,11 +154,12 @@ class ObjectStorage:
             return [] if commit is None else self._inside(path, commit)
         own = self._pointers(path, objects)
         taken = {commit.attempt for commit in own.values()}
+        taken |= {name for name in prefixes for of, commit in own.items() if commit.damage and name.startswith(f"{of}.")}
         found = {name: Entry(name, True, 0, 0.0) for name in prefixes if name not in taken and is_name(name)}
         found |= {name: Entry(name, True, 0, commit.at_s) for name, commit in own.items()}
         for meta in objects:
             name = meta["path"].rpartition("/")[2]
-            if is_name(name) and not name.endswith(POINTER) and MARK not in name:
+            if is_name(name) and not name.endswith(POINTER) and MARK not in name and name not in found:
                 found[name] = Entry(name, False, meta["size"], meta["last_modified"].timestamp())
         return [found[name] for name in sorted(found)]
 
@@ -170,6 +172,8 @@ class ObjectStorage:
             with suppress(NotFound):
                 return self._open_first(self._places(above, self._known.get(above), name), path)
         commit = self._look(above)
+        if commit is not None and commit.damage:
+            raise self._damaged(above, commit)
         if commit is not None and name == MANIFEST and commit.sight is not Sight.SHOWN:
             raise NotFound("open: no such object", where=self.locate(path), errno=errno.ENOENT)
         return self._open_first(self._places(above, commit, name), path)
@@ -196,6 +200,8 @@ class ObjectStorage:
                 if not self._write(pointer, name, Sight.DROPPED):
                     continue
                 self._finish_drop(pointer, name, since=time.monotonic())
+            elif commit.damage:  # it may have named this one
+                return
             elif commit.attempt != name:  # as long as that pointer stands, this attempt cannot be committed
                 self._delete_attempt(pointer, name)
             elif commit.sight is Sight.DROPPED:
@@ -264,6 +270,9 @@ class ObjectStorage:
                 marks.setdefault(attempt, {})[mark] = meta["last_modified"].timestamp()
         found = []
         for name, commit in sorted(self._pointers(path, objects).items()):
+            if commit.damage:
+                found.append(Pointer(name, Sight.SHOWN, frozenset({DAMAGED}), None))
+                continue
             own = marks.get(commit.attempt, {})
             hidden_s = None if commit.sight is Sight.SHOWN else max([commit.at_s, *own.values()])
             found.append(Pointer(name, commit.sight, frozenset(own), hidden_s))
@@ -315,7 +324,7 @@ class ObjectStorage:
     def _turn(self, pointer: str, old: Sight, new: Sight) -> bool:
         for _ in range(TURNS_MAX):
             commit = self._look(pointer)
-            if commit is None or commit.sight is not old:
+            if commit is None or commit.damage or commit.sight is not old:
                 return False
             if self._write(pointer, commit.attempt, new, over=commit.e_tag):
                 return True
@@ -349,11 +358,13 @@ class ObjectStorage:
         commit = self._look(pointer)
         if commit is None or commit.sight is Sight.DROPPED:
             raise NotFound("no such commit", where=self.locate(pointer), errno=errno.ENOENT)
+        if commit.damage:
+            raise self._damaged(pointer, commit)
         return f"{self._attempt(pointer, commit)}{MARK}{name}"
 
     def _places(self, pointer: str, commit: Commit | None, name: str) -> Sequence[str]:
         """Where a file of this name may lie."""
-        if commit is None:
+        if commit is None or commit.damage:
             return (f"{pointer}/{name}",)
         attempt = self._attempt(pointer, commit)
         return (f"{attempt}/{name}",) if "." in name else (f"{attempt}{MARK}{name}", f"{attempt}/{name}")
@@ -372,7 +383,13 @@ class ObjectStorage:
                     found[name] = commit
         return found
 
+    def _damaged(self, pointer: str, commit: Commit) -> StorageError:
+        hint = "delete this object where nobody needs the step; a copy of it from before brings the step back"
+        return StorageError(commit.damage, where=f"{self.locate(pointer)}{POINTER}", hint=hint)
+
     def _inside(self, pointer: str, commit: Commit) -> Entries:
+        if commit.damage:
+            return []
         attempt = self._attempt(pointer, commit)
         found = [(meta, meta["path"].rpartition("/")[2]) for meta in self._below(attempt)[1]]
         marks = [meta for meta in self._below(attempt.rpartition("/")[0])[1] if meta["path"].startswith(f"{attempt}{MARK}")]
