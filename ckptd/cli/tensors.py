@@ -10,17 +10,18 @@ import msgpack
 import numpy as np
 
 from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.persist.index import Tensor
 from ckptd.persist.opening import open_at
 from ckptd.persist.reader import Checkpoint
 
 META = "$meta"  # object: docs/FORMAT.md section 6
-OF_RULES = ("param", "buffer", "extra")  # roles; a state goes with its parameter
 
 
 def rows_of(path: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     """By key. Raises CkptdError when there is no checkpoint."""
     with open_at(path) as checkpoint:
         index, aliases = checkpoint.index, checkpoint.manifest.aliases
+        shapes = {tensor.key: tensor.shape for tensor in index.tensors() if tensor.role == "param"}
         chunks, tied, rules = np.diff(index.first).tolist(), dict[str, list[str]](), _rules(checkpoint)
         for alias, key in aliases.items():
             tied.setdefault(key, []).append(alias)
@@ -29,7 +30,7 @@ def rows_of(path: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
                 "key": tensor.key, "dtype": tensor.dtype, "shape": list(tensor.shape),
                 "bytes": int(np.prod(tensor.shape, dtype=object)) * ITEMSIZE[tensor.dtype], "chunks": count, "role": tensor.role,
                 "rank": tensor.rank, "aliases": sorted(tied.get(tensor.key, [])),
-                "rule": _rule_of(tensor.key, rules) if tensor.role in OF_RULES else None,
+                "rule": _rule_of(tensor, rules, shapes),
             }
             for tensor, count in zip(index.tensors(), chunks, strict=True)
             if any(map(wanted, (tensor.key, *tied.get(tensor.key, []))))
@@ -46,7 +47,13 @@ def _rules(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def _rule_of(key: str, rules: dict[str, str]) -> str | None:
+def _rule_of(tensor: Tensor, rules: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """A state of its parameter's shape has that one's."""
+    key = tensor.key
+    if tensor.role == "optim":
+        key = key.partition(".")[2].rpartition(".")[0]
+        if shapes.get(key) != tensor.shape:
+            return None
     return next((rule for pattern, rule in rules.items() if fnmatchcase(key, pattern)), None)
 
 

@@ -26,7 +26,11 @@ from torch.distributed.checkpoint.filesystem import (  # its name stands in ever
     FileSystemWriter,
     _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -68,9 +72,6 @@ class _Raw(bytes):
 
 def as_saved(contents: Contents) -> dict[str, Any]:
     """What was saved through torch.distributed.checkpoint, by the names that its plans had. Raises CkptdError."""
-    if contents.selection.dtype is not None:
-        hint = "convert it where it is loaded"
-        raise CkptdError("nothing says which of its tensors are the model's", where="--dtype", hint=hint)
     found: dict[str, Any] = dict(contents.tensors)
     for name in contents.objects:
         if not name.startswith(PREFIX):
@@ -100,9 +101,6 @@ class DcpFolder:
     def __init__(self, contents: Contents, layout: str | None) -> None:
         self._checkpoint, self._paths = contents.checkpoint, None
         self._as_saved = PLANNER_DATA in contents.checkpoint.objects
-        if self._as_saved and layout is not None:
-            hint = "leave it out: this was saved through torch.distributed.checkpoint, which said how it lies"
-            raise CkptdError(f"it cannot be {layout}", where="--layout", hint=hint)
         if self._as_saved:
             self._tree = as_saved(contents)
             self._paths = decode(_kept(contents, PLANNER_DATA), _no_tensor)
@@ -195,8 +193,12 @@ class _Writer(FileSystemWriter):
     """File by file, so that what is written need not be again."""
 
     def __init__(self, staging: Staging) -> None:
-        super().__init__(staging.content, per_thread_copy_ahead=0)  # one after the other; nothing comes from a device
         self._staging = staging
+        super().__init__(staging.content, per_thread_copy_ahead=0)  # one after the other; nothing comes from a device
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Not the name that it has until it is whole, and the same each time."""
+        return StorageMeta(checkpoint_id=str(self._staging.dest), save_id=self._staging.dest.name)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []

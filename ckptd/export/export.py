@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 import xxhash
+from ckptd_client.integrations.dcp_names import PLANNER_DATA
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
@@ -26,6 +27,7 @@ from ckptd.persist.opening import open_at
 from ckptd.units import parse_bytes
 
 FORMS = ("torch", "dcp", "hf", "deepspeed", "megatron")
+BY_PLANS = ("dcp", "megatron")  # the forms of what was saved through torch.distributed.checkpoint
 LAYOUTS = ("state_dict", "flat", "torchtitan")  # of dcp
 OF_LIVE = ("step", "socket")  # options
 OF_A_FORM = {"layout": "dcp", "hf_config": "hf", "titan": "hf", "as_is": "hf", "shard_size": "hf", "zero": "deepspeed"}  # options
@@ -88,6 +90,7 @@ def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bo
     dest = Path(local_root(request.dest)).absolute()
     check(dest)
     with _opened(request) as source:
+        _check_saved(source, request)
         contents = Contents(source, selection)
         form = _form(contents, request)
         report = Report(source.where, str(dest), request.to, form.tensors, form.nbytes, part=request.part, notes=contents.notes)
@@ -108,6 +111,20 @@ def _opened(request: Request) -> Iterator[Source]:
     else:
         with open_at(request.source) as checkpoint:
             yield Durable(checkpoint)
+
+
+def _check_saved(source: Source, request: Request) -> None:
+    """Raises CkptdError: it went through torch.distributed.checkpoint, whose plans alone know what is what, and whose objects are
+    bytes that ckptd does not look into."""
+    if PLANNER_DATA not in source.objects:
+        return
+    if request.to not in BY_PLANS:
+        hint = "--to dcp, and torch's dcp_to_torch_save() of that"
+        raise CkptdError("it was saved through torch.distributed.checkpoint", where=f"--to {request.to}", hint=hint)
+    for option, given in {"--layout": request.layout, "--dtype": request.dtype, "--prefix-map": request.prefix_map}.items():
+        if given:
+            hint = "leave it out: names and layout are those of the plans, and nothing says which tensors are a model's"
+            raise CkptdError("it was saved through torch.distributed.checkpoint", where=option, hint=hint)
 
 
 def _check(request: Request) -> None:

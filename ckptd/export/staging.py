@@ -44,6 +44,8 @@ class Staging:
         self._folder = dest.with_name(dest.name + SUFFIX)
         self.content = self._folder / "content"
         self.written = self.reused = 0
+        self._frames: dict[Path, Path] = {}
+        self._places: dict[Path, list[tuple[int, int]]] = {}
         with self:
             self._folder.mkdir(exist_ok=True)
             self._journal = Journal(self._folder, plan, share, self._forget)
@@ -77,25 +79,48 @@ class Staging:
 
     # --- parts --------------------------------------------------------------------------------------------------
     def file(self, name: str, make: Callable[[Path], None]) -> Path:
-        """A file below ``content`` ("": itself) in which only the places of tensors are left to be written; made once."""
+        """A file below ``content`` ("": itself) in which only the places of tensors are left to be written. What an earlier try has
+        left of it is used again, the places alone: all around them is as it is made now."""
         path = self.content / name if name else self.content
         part = f"made {name}"
-        if path.is_file() and (part in self._done or self.share is not None):
-            return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self._folder / f"making-{secrets.token_hex(4)}"
-        aside.mkdir()
-        make(aside / path.name)
+        frame = self._frames[path] = self._aside(path.name)
+        make(frame)
+        if path.is_file() and path.stat().st_size == frame.stat().st_size and (part in self._done or self.share is not None):
+            return path
         self._journal.note({"part": part})  # before it is there: what is there and not noted would be made anew, and what is in it
+        whole = self._aside(path.name)  # a copy would fill the places, too
+        make(whole)
         if self.share is None:
             for key in [key for key in self._done if key.startswith(f"{name}@")]:
                 del self._done[key]
-            os.replace(aside / path.name, path)
+            os.replace(whole, path)
         else:
             with suppress(FileExistsError):  # others make the same, and the first one's counts
-                os.link(aside / path.name, path)
-        shutil.rmtree(aside)
+                os.link(whole, path)
+        shutil.rmtree(whole.parent)
         return path
+
+    def _aside(self, name: str) -> Path:
+        folder = self._folder / f"making-{secrets.token_hex(4)}"
+        folder.mkdir()
+        return folder / name
+
+    def frame(self, path: Path) -> Path:
+        """What ``file`` has made there, without what lies in its places."""
+        return self._frames[path]
+
+    def _mend(self, path: Path, frame: Path) -> None:
+        """Nobody knows the sum of what lies around the places, so it is written anew."""
+        at, size = 0, frame.stat().st_size
+        with open(frame, "rb", buffering=0) as made, open(path, "r+b", buffering=0) as file:
+            for start, nbytes in [*sorted(self._places.get(path, ())), (size, 0)]:
+                while at < start:
+                    data = os.pread(made.fileno(), min(READ_BYTES, start - at), at)
+                    if os.pread(file.fileno(), len(data), at) != data:
+                        _write(file.fileno(), memoryview(data), at)
+                    at += len(data)
+                at = max(at, start + nbytes)
 
     def _is_mine(self, nbytes: int) -> bool:
         at, self._at = self._at, self._at + nbytes
@@ -103,6 +128,7 @@ class Staging:
 
     def region(self, path: Path, name: str, at: int, nbytes: int, pieces: Pieces) -> None:
         """Of such a file, unless it holds it already. Zeros are left out: the place holds them."""
+        self._places.setdefault(path, []).append((at, nbytes))
         if not self._is_mine(nbytes):
             return
         part = f"{name}@{at}"
@@ -147,6 +173,8 @@ class Staging:
     # --- the end ------------------------------------------------------------------------------------------------
     def finish(self) -> None:
         """Synced first; then the destination is there, whole, unless it is shared."""
+        for path, frame in self._frames.items() if self.share is None else ():
+            self._mend(path, frame)
         for folder, _, names in os.walk(self.content):
             for name in names:
                 _sync(Path(folder) / name)
@@ -155,6 +183,8 @@ class Staging:
             _sync(self.content)
         sync_path(self._folder)
         if self.share is not None:
+            for frame in self._frames.values():
+                shutil.rmtree(frame.parent)
             self._journal.close()
             return
         if os.path.lexists(self.dest):

@@ -53,7 +53,7 @@ def put(staging: Staging, name: str, tree: Any, checkpoint: Source) -> None:
             torch.save(without, path)
 
     path = staging.file(name, make)
-    reader: Any = torch._C.PyTorchFileReader(str(path))
+    reader: Any = torch._C.PyTorchFileReader(str(staging.frame(path)))
     places = [reader.get_record_offset(f"data/{number}") for number in range(len(skeleton.sources))]
     assert not reader.has_record(f"data/{len(places)}")
     del reader

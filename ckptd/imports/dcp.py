@@ -49,6 +49,7 @@ def load_plans(path: str, foreign: set[str]) -> Plans:
                 made.tensors[key] = _tensor(root, key, facts, held, foreign)
             else:
                 made.objects[key] = _bytes(root, held[key, None])
+                torch_file.check(made.objects[key], f"{key} in {path}")
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise _strange(root, error) from error
     return made

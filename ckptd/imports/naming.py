@@ -55,8 +55,9 @@ def named(tree: Mapping[Any, Any], prefixes: PrefixMap, order: ParamOrder, *, as
             _add(made, prefixes.rename(f"model.{name}"), value)
         else:
             _add_value(made, prefixes, str(name), value)
-    for path, leaf in bare.items() if as_is else unwrapped(bare.items()):
-        _add(made, prefixes.rename(path if as_is else f"model.{path}"), leaf)
+    beside = any(key.startswith("model.") for key in made.tensors)  # then they are none of the model's
+    for path, leaf in bare.items() if as_is or beside else unwrapped(bare.items()):
+        _add(made, prefixes.rename(path if as_is or beside else f"model.{path}"), leaf, "extra" if beside else "param")
     for path, value in optimizers.items():
         owner = _owner(made, path or OPTIMIZER, prefixes)
         if owner:
@@ -83,14 +84,14 @@ def _owner(made: Named, path: str, prefixes: PrefixMap) -> str:
     return OWNERS.get(path, path) if told is None else OWNERS.get(told, told)
 
 
-def _add(made: Named, key: str, leaf: Any) -> None:
+def _add(made: Named, key: str, leaf: Any, role: str = "param") -> None:
     if FSDP1 in key:
         hint = "save it with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, or with FSDP2"
         raise CkptdError("FSDP1's LOCAL_STATE_DICT does not say where parameters lie in it", where=key, hint=hint)
     if key in made.tensors or key in made.objects:
         raise CkptdError("two tensors get this name", where=key, hint="tell them apart with --prefix-map")
     if isinstance(leaf, Stored):
-        made.tensors[key] = leaf, "param"
+        made.tensors[key] = leaf, role
     elif key.rpartition(".")[2] == EXTRA and why_not(leaf) is None:
         made.objects[key] = plain(leaf)
     elif isinstance(leaf, Record):

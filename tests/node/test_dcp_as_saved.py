@@ -131,7 +131,9 @@ def test_what_was_saved_through_the_adapter_is_exported_as_torch_would_have_save
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--to", "dcp", "--layout", "flat"), "it cannot be flat"), (("--to", "dcp", "--dtype", "bf16"), "are the model's"),
+        (("--to", "dcp", "--layout", "flat"), "--layout"), (("--to", "dcp", "--dtype", "bf16"), "--dtype"),
+        (("--to", "dcp", "--prefix-map", "model=net"), "--prefix-map"), (("--to", "torch"), "dcp_to_torch_save"),
+        (("--to", "hf", "--as-is"), "dcp_to_torch_save"), (("--to", "deepspeed"), "dcp_to_torch_save"),
         (("--to", "megatron"), "was not saved through Megatron-Core"),
     ],
 )  # fmt: skip
@@ -218,6 +220,17 @@ def test_bad_files(cli: Cli, megatron: Path, tmp_path: Path, how: str, says: str
     ran = cli("import", megatron, "--from", "torch_dist", "--job", JOB, "--storage-root", tmp_path / "root")
     assert ran.code == 1 and says in ran.err
     assert not list(tmp_path.glob("root/*/*/epoch-*/step-*"))
+
+
+def test_a_bit_of_an_object_that_is_not_looked_into(cli: Cli, tmp_path: Path) -> None:
+    save_files({"text": "hello" * 40, "w": torch.ones(3)}, tmp_path / "dcp")
+    (file,) = (tmp_path / "dcp").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(b"hellohello") + 3] ^= 1
+    file.write_bytes(data)
+    flags = ("--as-is", "--job", JOB, "--storage-root", tmp_path / "root")
+    ran = cli("import", tmp_path / "dcp", "--from", "dcp", *flags)
+    assert ran.code == 1 and "damaged" in ran.err and "text" in ran.err
 
 
 @pytest.mark.parametrize(

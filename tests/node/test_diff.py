@@ -8,6 +8,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+import torch
 from ckptd_client import own
 
 from ckptd.core.ids import SnapshotId
@@ -22,7 +23,7 @@ from ckptd.persist.storage.posix import PosixStorage
 from tests.core.worlds import rows_of
 from tests.node.checkpoints import JOB, World, make_world, save, small_world
 from tests.node.commands import Cli
-from tests.node.trained import Small, trained
+from tests.node.trained import Small, steps_of, trained
 
 
 def saved(storage: PosixStorage, world: World, step: int) -> str:
@@ -138,13 +139,15 @@ def test_the_tensors_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
 
 def test_the_rule_that_a_tensor_was_saved_under(cli: Cli) -> None:
     model = Small()
+    optimizer = torch.optim.AdamW(model.parameters())
     with trained() as train:
-        rules = {"*.running_*": own("mean"), "model.norm.num_batches_tracked": own("max")}
-        path = train("ruled", {"model": model, "rules": rules}, lambda number: None)
+        rules = {"*.running_*": own("mean"), "model.norm.num_batches_tracked": own("max"), "model.norm.weight": own("same")}
+        path = train("ruled", {"model": model, "optimizer": optimizer, "rules": rules}, steps_of(model, optimizer))
         shown = {row["key"]: row["rule"] for row in json.loads(cli("ls", "--tensors", "*", path, "--json").out)["tensors"]}
         assert {key: rule for key, rule in shown.items() if rule} == {
             "model.norm.running_mean": 'own("mean")', "model.norm.running_var": 'own("mean")',
-            "model.norm.num_batches_tracked": 'own("max")',
+            "model.norm.num_batches_tracked": 'own("max")', "model.norm.weight": 'own("same")',
+            "optimizer.model.norm.weight.exp_avg": 'own("same")', "optimizer.model.norm.weight.exp_avg_sq": 'own("same")',
         }  # fmt: skip
         assert 'own("mean")' in cli("ls", "--tensors", "*.running_mean", path).out
 

@@ -165,6 +165,31 @@ def test_a_part_behind_a_run_that_died_while_it_made_the_frame(
     check(tmp_path / "out", "torch", world)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("harm", ["frame", "end", "longer", "shorter"])
+def test_what_lies_around_the_tensors_is_as_it_is_made(
+    original: tuple[Path, World], tmp_path: Path, harm: str, shared: bool
+) -> None:
+    """Its sum is nowhere: a flipped bit there came out as a whole export; a file that was cut ended in a traceback each time."""
+    source, _ = original
+    exported(source, tmp_path / "whole", "torch")
+    for part in ("1/2", "2/2") if shared else ():
+        exported(source, tmp_path / "out", "torch", part)
+    if not shared:
+        with pytest.raises(Killed):
+            exported(source, tmp_path / "out", "torch", dies_at=5_000_000)
+    content = tmp_path / "out.exporting" / "content"
+    size = content.stat().st_size
+    with content.open("r+b") as file:
+        if harm in ("longer", "shorter"):
+            file.truncate(size + (100 if harm == "longer" else -1000))
+        else:
+            file.seek(3 if harm == "frame" else size - 10)
+            file.write(b"z")
+    exported(source, tmp_path / "out", "torch")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/", "a/b", "-1/2", "1/0"])
 def test_what_is_no_part(original: tuple[Path, World], tmp_path: Path, cli: Cli, text: str) -> None:
     ran = cli("export", original[0], tmp_path / "out", "--to", "torch", "--part", text)

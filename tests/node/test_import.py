@@ -296,6 +296,19 @@ def save(state: dict[str, Any], folder: Path | str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_tensor_beside_the_model_is_none_of_it(cli: Cli, tmp_path: Path) -> None:
+    """It counted as one of those that the optimizer numbers."""
+    model = torch.nn.Linear(3, 2)
+    adam = torch.optim.Adam(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    adam.step()
+    state = {"model": model.state_dict(), "optimizer": adam.state_dict(), "rng": torch.get_rng_state()}
+    torch.save(state, tmp_path / "one.pt")
+    report = run_import(cli, tmp_path / "one.pt", "torch", tmp_path / "root", "--param-names", "model")
+    assert "rng" in report["tensors"] and "optimizer.model.weight.exp_avg" in report["tensors"]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_directory_of_dcp(cli: Cli, tmp_path: Path) -> None:
     net, optimizer = save_dcp(tmp_path / "dcp")
     report = run_import(cli, tmp_path / "dcp", "dcp", tmp_path / "root")
