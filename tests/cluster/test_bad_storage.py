@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,21 +37,26 @@ def checkpoint(storage: Path, step: int) -> Path:
 
 
 def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) -> None:
-    """P1, P10: a flipped bit, a missing file, a manifest of a newer version: verify names them, restore goes further back."""
+    """P1, P10: a step under another's name, a flipped bit, a missing file, a manifest of a newer version: verify names them, restore
+    goes further back."""
     storage = nodes.root / "storage"
     node = nodes.node(storage_root=storage, replicas=0, keep_last=9)
     (trainer,) = nodes.world([node], JOB)
     assert trainer.do("restore") is None
-    digests = [durable(trainer) for _ in range(3)]
+    digests = [durable(trainer) for _ in range(4)]
     trainer.kill()
     node.kill()
     assert node.cli("verify", storage).returncode == 0
+    newest = checkpoint(storage, 8)
+    shutil.rmtree(newest)
+    shutil.copytree(checkpoint(storage, 6), newest)
     flipped = next(checkpoint(storage, 6).glob("*" + DATA))
     flip_in_file(flipped)
     missing = next(checkpoint(storage, 4).glob("*" + DATA))
     missing.unlink()
     verified = node.cli("verify", storage)
     assert verified.returncode == 1
+    assert "it is step 6 of epoch 1, under the name of another" in verified.stdout
     assert "DAMAGED" in verified.stdout and flipped.name in verified.stdout and missing.name in verified.stdout
     fresh = nodes.node(storage_root=storage, replicas=0)
     (trainer,) = nodes.world([fresh], JOB)
@@ -60,10 +66,11 @@ def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) 
     told = trainer.log.read_text()
     assert "step 2 was restored and no newer one:" in told and "; step 6 of epoch 1: " in told, told
     assert "Traceback" not in fresh.log.read_text()
+    assert any("step 8" in text and "under the name of another" in text for text in passed), passed
     assert any("step 6" in text for text in passed) and any("step 4" in text for text in passed), passed
     assert fresh.metric(f'ckptd_quarantines_total{{job="{os.geteuid()}/{JOB}",where="disk"}}') >= 2
     marked = lambda: {row["step"] for row in json.loads(fresh.cli("ls", "--json").stdout)["rows"] if row["damaged"]}  # noqa: E731
-    until(lambda: marked() == {4, 6}, 45, "lists to say which ones the restore found damaged")
+    until(lambda: marked() == {4, 6, 8}, 45, "lists to say which ones the restore found damaged")
     # The last one is of a version that this reader does not know: not taken for damage, not taken for nothing.
     path = checkpoint(storage, 2) / MANIFEST
     found = read(PosixStorage(str(path.parent), create=False), "")

@@ -74,3 +74,26 @@ def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bu
     moved = [row["bytes"] for row in together(again, "last_restore")]
     (one,) = {row["durable"] + row["own"] for row in moved}
     assert sum(row["durable"] for row in moved) == one > 0
+
+
+def test_another_steps_pointer_is_not_read_for_right(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
+    """P1, P4: who may write in the bucket has overwritten the newest step's; the one before comes back, and it is said why."""
+    node = nodes.node(storage_root=bucket, replicas=0)
+    (trainer,) = nodes.world([node], JOB)
+    assert trainer.do("restore") is None
+    digests = []
+    for _ in range(2):
+        trainer.do("train", steps=2)
+        digests.append(trainer.do("digest"))
+        assert "durable" in str(trainer.do("wait", level="durable"))
+    trainer.kill()
+    node.kill()
+    name, _, prefix = bucket.removeprefix("s3://").partition("/")
+    older, newest = sorted(f"{prefix}/{key}" for key in objects.keys(bucket) if key.endswith(".pointer"))
+    body = objects.client.get_object(Bucket=name, Key=older)["Body"].read()
+    objects.client.put_object(Bucket=name, Key=newest, Body=body)
+    fresh = nodes.node(storage_root=bucket, replicas=0)
+    (again,) = nodes.world([fresh], JOB)
+    assert again.do("restore") == 2 and again.do("digest") == digests[0]
+    assert any("damaged pointer" in text for text in again.do("last_restore")["passed_over"])
+    assert fresh.cli("verify", bucket).returncode == 1
