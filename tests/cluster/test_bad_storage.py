@@ -37,8 +37,8 @@ def checkpoint(storage: Path, step: int) -> Path:
 
 
 def test_damaged_files_are_named_and_an_older_checkpoint_serves(nodes: Cluster) -> None:
-    """P1, P10: a step under another's name, a flipped bit, a missing file, a manifest of a newer version: verify names them, a restore
-    goes further back."""
+    """P1, P10: a step under another's name, a flipped bit, a missing file, a manifest of a newer version: verify names them, and
+    restore goes further back."""
     storage = nodes.root / "storage"
     node = nodes.node(storage_root=storage, replicas=0, keep_last=9)
     (trainer,) = nodes.world([node], JOB)
