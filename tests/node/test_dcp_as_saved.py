@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from tests.node.commands import Cli
 from tests.node.daemon_rig import rig
 from tests.node.imports import JOB, STEP
+from tests.node.test_export import assert_same as same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 ITERATION = 70
@@ -33,21 +34,6 @@ def state(fill: float) -> dict[str, Any]:
         "optim": {"groups": [{"lr": fill / 10, "betas": (0.9, 0.99)}, {"lr": 0.5}], "step": int(fill)},
         "scheduler": {"name": f"cosine {fill}", "milestones": {1, 2}},
     }
-
-
-def same(found: Any, wanted: Any, where: str = "") -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted), where
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
-        for name, value in wanted.items():
-            same(found[name], value, f"{where}.{name}")
-    elif isinstance(wanted, list | tuple):
-        assert type(found) is type(wanted) and len(found) == len(wanted), where
-        for at, value in enumerate(wanted):
-            same(found[at], value, f"{where}.{at}")
-    else:
-        assert found == wanted, where
 
 
 def over_a_daemon(root: Path, do: Do) -> Any:

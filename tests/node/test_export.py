@@ -78,7 +78,7 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
         for key, value in wanted.items():
             assert_same(found[key], value, f"{where}.{key}")
     elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), where
+        assert type(found) is type(wanted) and len(found) == len(wanted), where
         for number, value in enumerate(wanted):
             assert_same(found[number], value, f"{where}.{number}")
     else:

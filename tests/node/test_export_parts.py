@@ -15,12 +15,10 @@ from ckptd.core.errors import CkptdError
 from ckptd.export import dcp as dcp_form
 from ckptd.export.export import Report, Request, export
 from ckptd.export.journal import NAME, Journal, Share
-from ckptd.persist.names import step_dir
-from ckptd.persist.storage.posix import PosixStorage
 from tests.cluster.nodes import REPO
-from tests.node.checkpoints import DEFAULT, JOB, World, save, small_world
+from tests.node.checkpoints import World
 from tests.node.commands import Cli
-from tests.node.test_export_written import TENSORS, Killed, of_world, opened, raw
+from tests.node.test_export_written import TENSORS, Killed, of_world, opened, raw, saved
 
 COUNT = 3
 RUN_TIMEOUT_S = 300.0
@@ -28,10 +26,7 @@ RUN_TIMEOUT_S = 300.0
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
-    root = tmp_path_factory.mktemp("parts") / "root"
-    world = small_world(2, rows=2400)
-    save(PosixStorage(str(root)), world)
-    return root / step_dir(JOB, DEFAULT), world
+    return saved(tmp_path_factory.mktemp("parts") / "root", 2400)
 
 
 @pytest.fixture(autouse=True)

@@ -36,8 +36,11 @@ TENSORS = ("model.*", "optim.*")  # the objects of these worlds are no values
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, World]:
-    root = tmp_path_factory.mktemp("export") / "root"
-    world = small_world(2, rows=1200)
+    return saved(tmp_path_factory.mktemp("export") / "root", 1200)
+
+
+def saved(root: Path, rows: int) -> tuple[Path, World]:
+    world = small_world(2, rows=rows)
     save(PosixStorage(str(root)), world)
     return root / step_dir(JOB, DEFAULT), world
 
