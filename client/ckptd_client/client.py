@@ -84,7 +84,7 @@ class Client(Registering, Explicit, Releasing):
         self._must_timeout_s = must_timeout_s
         self._last: Handle | None = None  # newest snapshot that was taken
         self._stale: Handle | None = None  # newest call, if its step was captured before with another state
-        self._asked: tuple[int, dict[str, Any], bool] = (-1, {}, False)  # step, meta, keep of the newest call
+        self._asked: tuple[Handle | None, dict[str, Any], bool] = (None, {}, False)  # handle, meta, keep of the newest call
         self._session.stop_capture = self._engine.stop
         self._session.connection_lost = lambda lost: self._engine.stop_connection(lost, "connection to the daemon lost")
         self._session.written_there = self._registry.were_written
@@ -253,7 +253,7 @@ class Client(Registering, Explicit, Releasing):
         if not 0 <= step <= STEP_MAX:
             raise ValueError(f"a step is 0 to 2^53, not {step}")
         handle = Handle(step, "capturing", self._wait_for_handle)
-        self._stale, self._asked = None, (step, meta or {}, keep)
+        self._stale, self._asked = None, (handle, meta or {}, keep)
         if keep:
             self._attainable("durable")  # who has no storage is told
         last, began = self._last, time.monotonic()
@@ -385,8 +385,9 @@ class Client(Registering, Explicit, Releasing):
             return self._last
         handle = Handle(newest, "capturing", self._wait_for_handle)
         self._snapshots.wait_joined(deadline)
-        step, meta, keep = self._asked
-        meta, keep = (meta, keep) if step == newest else ({}, False)
+        asked, meta, keep = self._asked
+        if asked is None or not asked.goes_on_as(handle):
+            meta, keep = {}, False
         self._take(handle, meta, keep=keep, must=True, wait_s=deadline - time.monotonic())
         return handle
 

@@ -64,9 +64,12 @@ class Handle:
     grant: int = 0  # under which it was captured
     _told: Level | None = None
     _best: int = -1  # highest level so far
+    _later: Handle | None = None  # of the same step, captured by a wait after this one was skipped or void
 
     @property
     def status(self) -> str:
+        if self._later is not None:
+            return self._later.status
         told = self._told
         if told is None:
             return self._status
@@ -77,7 +80,7 @@ class Handle:
     @property
     def fact(self) -> Level | None:
         """The daemon's newest word about it."""
-        return self._told
+        return self._told if self._later is None else self._later.fact
 
     @property
     def taken(self) -> bool:
@@ -87,10 +90,16 @@ class Handle:
     def wait(self, level: str = "protected", timeout: float | None = None) -> str:
         """Wait until the level is reached, and return the status then or at the timeout (seconds). ValueError: no such
         level."""
-        return self._wait(self, level, timeout)
+        return self._wait(self._later or self, level, timeout)
 
     def became(self, status: str) -> None:
         self._status = status
+
+    def goes_on_as(self, later: Handle) -> bool:
+        """From now on this one tells what becomes of ``later``, when that is of the same step."""
+        if later.step == self.step:
+            self._later = later
+        return self._later is later
 
     def told(self, level: Level) -> None:
         self._best = max(self._best, level.level)

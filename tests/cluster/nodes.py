@@ -253,9 +253,10 @@ class Cluster:
         self.nodes.append(node)
         return node.start() if start else node
 
-    def several(self, count: int, **settings: Any) -> list[Node]:
-        """Started side by side."""
-        made = [self.node(start=False, **settings).start(wait=False) for _ in range(count)]
+    def several(self, count: int, *, domains: Sequence[str] = (), **settings: Any) -> list[Node]:
+        """Started side by side. ``domains``: the failure domain of each; a node is one by itself without it."""
+        placed = [{"domain": name} for name in domains] or [{}] * count
+        made = [self.node(start=False, **settings, **place).start(wait=False) for place in placed]
         for node in made:
             node.until_up()
         return made

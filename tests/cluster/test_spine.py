@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
-from tests.cluster.nodes import Cluster, together
+from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.waiting import until
 
 JOB = "spine"
 SLOTS, SLOT_BYTES = 3, 2 << 20  # the default number, and the grain that a small state is rounded up to
+STOPPED_S = 2.0  # more than half of the nodes' steward_timeout_s
 
 
 def storage_of(nodes: Cluster) -> Path:
@@ -97,7 +99,34 @@ def test_a_killed_daemon_comes_back_with_its_memory(nodes: Cluster) -> None:
     assert node.get("/status")["memory"]["own_bytes"] == used
     until(lambda: node.newest(JOB, "sealed") >= 3, 45, "the step that was sealed before")
     until(lambda: "skipped" not in trainer.do("train", steps=1)["statuses"][0], 45, "snapshots to go on")
-    until(lambda: node.newest(JOB, "sealed") > 3, 45, "a newer step")
+    until(lambda: goes_on(node, trainer) > 3, 45, "a newer step")
+
+
+def goes_on(node: Node, trainer: Trainer) -> int:
+    """One more step; the newest one that is sealed."""
+    trainer.do("train", steps=1)
+    return node.newest(JOB, "sealed")
+
+
+def test_what_a_daemon_that_stood_still_had_not_certified_is_void_and_told(nodes: Cluster) -> None:
+    """P3, P15: while it was stopped for half of steward_timeout_s another node might have spoken, so it begins anew. What was
+    captured in that moment counts for nothing, its rank is told, and the next one is sealed."""
+    node = nodes.node(replicas=0)
+    (trainer,) = nodes.world([node], JOB)
+    trainer.do("restore")
+    trainer.do("train", steps=1)
+    trainer.do("snapshot", must=True)
+    assert trainer.do("wait", level="sealed") == "sealed"
+    trainer.do("arm", failpoints=f"capture.sealing:sleep={STOPPED_S / 2}")  # the seal comes while it is stopped
+    until(lambda: "capturing" in trainer.do("train", steps=1)["statuses"][0], 45, "a snapshot")
+    node.signal_daemon(signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    until(lambda: time.monotonic() - stopped_at > STOPPED_S)
+    node.signal_daemon(signal.SIGCONT)
+    until(lambda: "void: the steward began anew" in trainer.do("lost"), 45, "the rank to be told")
+    assert node.newest(JOB, "sealed") == 1
+    trainer.do("arm", failpoints="")
+    until(lambda: goes_on(node, trainer) > 1, 45, "a newer step")
 
 
 def test_durable_gives_the_step_back_after_everything_died(nodes: Cluster) -> None:

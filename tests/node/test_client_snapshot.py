@@ -204,9 +204,11 @@ def test_a_step_before_the_restored_one_is_taken_and_told(daemon: RankDaemonDoub
 
 def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> None:
     with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon, stepped(daemon) as (client, training):
-        assert client.snapshot(9).status == NOT_YET
+        handle = client.snapshot(9)
+        assert handle.status == NOT_YET
         assert client.wait(level="durable", timeout=30) == "durable"
         assert (1, 9) in daemon.held
+        assert handle.status == handle.wait("durable", 0) == "durable" and handle.taken  # P2: of that step, not of that call
         training.step()  # the state is step 10's now: nothing may be captured under the name of 9
         assert client.wait(level="durable", timeout=30) == "durable"
         assert len(daemon.held) == 1
@@ -223,11 +225,12 @@ def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> N
                 daemon.take_back(grant)
             until(lambda: not len(client._session.grants))
             training.step()
-            assert client.snapshot(2).status == NOT_YET
+            handle = client.snapshot(2)
+            assert handle.status == NOT_YET
             daemon.on_asked = False
-            assert client.wait("durable", 0.3) == NOT_YET
+            assert client.wait("durable", 0.3) == handle.status == NOT_YET
             daemon.on_asked = True
-            assert client.wait("durable", 30) == "durable"
+            assert client.wait("durable", 30) == handle.status == "durable"
         assert (1, 2) in daemon.held
 
 
