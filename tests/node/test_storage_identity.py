@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 from pathlib import Path
 
@@ -159,6 +160,27 @@ def test_all_nodes_see_one_identity(root: Path) -> None:
     first, second = start(root), start(root, state="another node's")
     assert first.identity == second.identity != ""
     assert not list(root.glob(f"{MARKER}.*"))
+
+
+def test_what_a_death_left_of_a_marker_goes_with_the_next_start(root: Path) -> None:
+    """The power went before its second name was gone."""
+    first = start(root)
+    (root / f"{MARKER}.0123456789abcdef.part").touch()
+    assert start(root, state="another node's").identity == first.identity
+    assert [path.name for path in root.iterdir() if path.name.startswith(MARKER)] == [MARKER]
+
+
+def test_two_nodes_make_the_marker_at_once_and_the_first_tidies_up(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def late(made: str, marker: str) -> None:
+        monkeypatch.setattr(os, "link", link)
+        start(root, state="another node's")
+        assert not os.path.exists(made)
+        link(made, marker)
+
+    monkeypatch.setattr(os, "link", late)
+    assert start(root).put_if_absent("file", b"here")
 
 
 def test_a_root_from_before_there_were_identities_is_taken_as_it_is(root: Path) -> None:

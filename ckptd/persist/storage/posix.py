@@ -8,6 +8,7 @@ another identity.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import secrets
 import stat
@@ -182,18 +183,27 @@ class PosixStorage(TreeStorage):
                 raise StorageError("the storage root is no directory", where=self.root, hint=hint, errno=errno.ENOTDIR)
             make_directories(Path(self.root), 0o755)
         marker = os.path.join(self.root, MARKER)
-        if os.path.lexists(marker):
-            return
+        if not os.path.lexists(marker):
+            self._make_marker(marker)
+        for left in glob.glob(f"{glob.escape(marker)}.*{PART}"):  # whoever made it died before its end, or comes too late
+            with suppress(OSError):
+                os.unlink(left)
+
+    def _make_marker(self, marker: str) -> None:
         made = f"{marker}.{secrets.token_hex(8)}{PART}"
         fd = os.open(made, _NEW, 0o644)
         try:
             os.write(fd, secrets.token_hex(IDENTITY_BYTES).encode())
             os.fsync(fd)
-            with suppress(FileExistsError):  # another node was first
+            try:
                 os.link(made, marker)
+            except (FileExistsError, FileNotFoundError):  # another node was first, and may have taken ours away
+                if not os.path.lexists(marker):
+                    raise
         finally:
             os.close(fd)
-            os.unlink(made)
+            with suppress(FileNotFoundError):
+                os.unlink(made)
         self._sync_path(self.root)
 
     def _sync_path(self, path: str) -> None:
