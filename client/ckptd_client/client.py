@@ -84,7 +84,7 @@ class Client(Registering, Explicit, Releasing):
         self._must_timeout_s = must_timeout_s
         self._last: Handle | None = None  # newest snapshot that was taken
         self._stale: Handle | None = None  # newest call, if its step was captured before with another state
-        self._asked: tuple[Handle | None, dict[str, Any], bool] = (None, {}, False)  # handle, meta, keep of the newest call
+        self._asked = Handle(-1, "", self._wait_for_handle), dict[str, Any](), False  # handle, meta, keep of the newest call
         self._session.stop_capture = self._engine.stop
         self._session.connection_lost = lambda lost: self._engine.stop_connection(lost, "connection to the daemon lost")
         self._session.written_there = self._registry.were_written
@@ -378,17 +378,17 @@ class Client(Registering, Explicit, Releasing):
         """The handle of the newest step; taken now if it had been skipped and the state is still that step's."""
         if self._stale is not None:
             return self._stale
-        session = self._session
-        newest = session.called
+        newest = self._session.called
         skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
         if not skipped or not self._snapshots.is_open:
             return self._last
         handle = Handle(newest, "capturing", self._wait_for_handle)
         self._snapshots.wait_joined(deadline)
-        asked, meta, keep = self._asked
-        if asked is None or not asked.goes_on_as(handle):
-            meta, keep = {}, False
+        (asked, meta, keep), before = self._asked, self._last
+        meta, keep = (meta, keep) if asked.step == newest else ({}, False)
         self._take(handle, meta, keep=keep, must=True, wait_s=deadline - time.monotonic())
+        for earlier in filter(None, (asked, before)):  # two where the newest call was told of the one before
+            earlier.goes_on_as(handle)
         return handle
 
     def _wait_for_handle(self, handle: Handle, level: str, timeout: float | None) -> str:

@@ -95,11 +95,10 @@ class Handle:
     def became(self, status: str) -> None:
         self._status = status
 
-    def goes_on_as(self, later: Handle) -> bool:
+    def goes_on_as(self, later: Handle) -> None:
         """From now on this one tells what becomes of ``later``, when that is of the same step."""
         if later.step == self.step:
             self._later = later
-        return self._later is later
 
     def told(self, level: Level) -> None:
         self._best = max(self._best, level.level)
