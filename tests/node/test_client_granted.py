@@ -259,3 +259,15 @@ def test_a_daemon_that_was_told_nothing_is_not_silent(tmp_path: Path, told_s: fl
         link._said_at = time.monotonic() - told_s if told_s else link.heard_at
         status = client.snapshot(1).status
         assert status == ("skipped: the daemon is silent: nothing was heard of it for 60 s" if told_s else NOT_YET)
+
+
+def test_a_handle_of_what_became_void_tells_of_what_a_wait_captures_instead(tmp_path: Path) -> None:
+    """P2: also where the call after it was answered with the same handle."""
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon, stepped(daemon) as (client, _):
+        daemon.durable, daemon.level = False, 0
+        handle = client.snapshot(1, must=True)
+        assert handle.wait("sealed") == "sealed"
+        assert client.snapshot(1) is handle
+        daemon._tell(wire.Level(1, 1, handle.grant, -1, 0, False, "rank 1 missed it"))
+        until(lambda: handle.status == "void: rank 1 missed it")
+        assert client.wait("sealed", 30) == handle.status == "sealed"

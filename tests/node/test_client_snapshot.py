@@ -272,18 +272,6 @@ def test_a_word_about_another_capture_of_the_step_is_not_about_this_one(daemon: 
         assert client._session.grants.took(1)
 
 
-def test_a_handle_of_what_became_void_tells_of_what_a_wait_captures_instead(daemon: RankDaemonDouble) -> None:
-    """P2: also where the call after it was answered with the same handle."""
-    daemon.durable, daemon.level = False, 0
-    with stepped(daemon) as (client, _):
-        handle = client.snapshot(1, must=True)
-        assert handle.wait("sealed") == "sealed"
-        assert client.snapshot(1) is handle
-        daemon._tell(wire.Level(1, 1, handle.grant, -1, 0, False, "rank 1 missed it"))
-        until(lambda: handle.status == "void: rank 1 missed it")
-        assert client.wait("sealed", 30) == handle.status == "sealed"
-
-
 def test_leaving_with_an_exception_does_not_wait(daemon: RankDaemonDouble) -> None:
     daemon.durable, daemon.level = False, -1
     training = Training()
