@@ -163,7 +163,7 @@ def protected_training(trainer: Trainer, witness: Witness, job: str, steps: int)
         while step < steps:
             step = _timed_step(trainer, witness, step)
             asked = time.monotonic()
-            handle = client.snapshot(step)
+            handle = client.snapshot(step, must=step == steps)
             witness.snapshot(step, handle.status, time.monotonic() - asked)
         status = client.wait(level="durable", timeout=DURABLE_TIMEOUT_S)
         witness.finished(status=str(status))

@@ -83,8 +83,8 @@ class Client(Registering, Explicit, Releasing):
         self._steering = Steering(self._registry, self._troubles)
         self._must_timeout_s = must_timeout_s
         self._last: Handle | None = None  # newest snapshot that was taken
-        self._stale: Handle | None = None  # newest call, if its step was captured before with another state
-        self._asked = Handle(-1, "", self._wait_for_handle), dict[str, Any](), False  # handle, meta, keep of the newest call
+        self._newest: Handle | None = None  # what wait() is about: of the newest call
+        self._asked = dict[str, Any](), False  # meta and keep of ``_last``
         self._session.stop_capture = self._engine.stop
         self._session.connection_lost = lambda lost: self._engine.stop_connection(lost, "connection to the daemon lost")
         self._session.written_there = self._registry.were_written
@@ -215,7 +215,7 @@ class Client(Registering, Explicit, Releasing):
         outcome = self._run_restore(Restore(session, self._registry, state, world, only, strict, rules), deadline)
         self.last_restore = outcome.told
         self.values = outcome.restored.values
-        self._last = self._stale = None
+        self._last = self._newest = None
         self._snapshots.begin_anew(state, outcome.step)
         return outcome.step
 
@@ -253,7 +253,7 @@ class Client(Registering, Explicit, Releasing):
         if not 0 <= step <= STEP_MAX:
             raise ValueError(f"a step is 0 to 2^53, not {step}")
         handle = Handle(step, "capturing", self._wait_for_handle)
-        self._stale, self._asked = None, (handle, meta or {}, keep)
+        self._newest = handle
         if keep:
             self._attainable("durable")  # who has no storage is told
         last, began = self._last, time.monotonic()
@@ -270,8 +270,8 @@ class Client(Registering, Explicit, Releasing):
     def _again(self, handle: Handle, last: Handle, meta: dict[str, Any], keep: bool) -> Handle:
         """Its step is captured already."""
         if self._snapshots.changed(handle):
-            self._stale = handle
             return handle
+        self._newest = last
         return handle if self._snapshots.lacks(handle, meta, keep) else last
 
     def _take(self, handle: Handle, meta: dict[str, Any], **how: Any) -> None:
@@ -284,10 +284,8 @@ class Client(Registering, Explicit, Releasing):
         self._session.stepped(CALLS, not self._engine.idle)
         self._snapshots.take(handle, meta, **how)
         if handle.taken:
-            self._last = handle
+            self._last, self._asked = handle, (meta, how["keep"])
             self._steering.look()
-        elif handle.step < self._session.called:
-            self._stale = handle  # it went backwards: what wait() says of the newest step would be taken for this one's
 
     def communication(self) -> AbstractContextManager[None]:
         """Mark what a step spends on the network: with the daemon's ``pacing = "windows"`` copies are sent between the marks
@@ -351,45 +349,37 @@ class Client(Registering, Explicit, Releasing):
 
     # --- waiting ------------------------------------------------------------------------------------------------
     def wait(self, level: str = "durable", timeout: float | None = None) -> str:
-        """Wait until the current step has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout`` seconds;
-        captures it first, as with must, if its snapshot was skipped, and again if it became void. Returns the status then, never
-        that of an older step; "unreachable" without a daemon, "nothing to wait for" before a first
-        snapshot(). Where the daemon has no storage "protected" is waited for, with a warning. When training has moved on from a
-        skipped step, it is the newest snapshot that is waited for."""
+        """Wait until the snapshot of the newest call has reached ``level`` ("sealed", "protected", "durable"), at most ``timeout``
+        seconds. Returns its status then, never that of an older step; "unreachable" without a daemon, "nothing to wait for"
+        before a first snapshot(). What was skipped or failed is told at once: nothing is captured late, as the state may be
+        another by now; ``snapshot(step, must=True)`` waits for its turn. What became void is captured again while all that is
+        registered is as it was. Where the daemon has no storage "protected" is waited for, with a warning."""
         if level not in LEVELS:
             raise ValueError(f"level is one of {LEVELS}, not {level!r}")
         if self._gone:
-            return self._left(self._last, level)
+            return self._left(self._newest, level)
         deadline = time.monotonic() + (WAIT_TIMEOUT_S if timeout is None else timeout)
-        self._session.clock.waits()
         while True:
-            handle = self._current(deadline)
+            handle = self._newest
             if handle is None:
                 return self._ended(level, None, "unreachable" if not self._session.link.up else "nothing to wait for")
-            if handle.status.startswith(("skipped", "failed")):
-                return self._ended(level, handle, handle.status if self._session.link.up else "unreachable")
             status = self._reach(handle, level, deadline)
+            if status.startswith(("skipped", "failed")):
+                return self._ended(level, handle, status if self._session.link.up else "unreachable")
             # Also where its daemon was lost: it may be back soon.
-            again = status.startswith("void") and not given_up(status) and self._snapshots.is_open
-            if not again or time.monotonic() >= deadline:
+            if not status.startswith("void") or given_up(status) or time.monotonic() >= deadline:
                 return self._ended(level, handle, status)
+            changed = self._snapshots.since(handle)
+            if changed:
+                return self._ended(level, handle, status, f"; it is not captured again, as the state has changed since: {changed}")
+            self._captures_again(handle, deadline)
 
-    def _current(self, deadline: float) -> Handle | None:
-        """The handle of the newest step; taken now if it had been skipped and the state is still that step's."""
-        if self._stale is not None:
-            return self._stale
-        newest = self._session.called
-        skipped = newest >= 0 and (self._last is None or self._last.step != newest or not self._last.taken)
-        if not skipped or not self._snapshots.is_open:
-            return self._last
-        handle = Handle(newest, "capturing", self._wait_for_handle)
+    def _captures_again(self, void: Handle, deadline: float) -> None:
+        again = self._newest = Handle(void.step, "capturing", self._wait_for_handle)
         self._snapshots.wait_joined(deadline)
-        (asked, meta, keep), before = self._asked, self._last
-        meta, keep = (meta, keep) if asked.step == newest else ({}, False)
-        self._take(handle, meta, keep=keep, must=True, wait_s=deadline - time.monotonic())
-        for earlier in filter(None, (asked, before)):  # two where the newest call was told of the one before
-            earlier.goes_on_as(handle)
-        return handle
+        meta, keep = self._asked
+        self._take(again, meta, keep=keep, must=True, wait_s=deadline - time.monotonic())
+        void.goes_on_as(again)
 
     def _wait_for_handle(self, handle: Handle, level: str, timeout: float | None) -> str:
         if level not in LEVELS:
@@ -406,9 +396,10 @@ class Client(Registering, Explicit, Releasing):
         return handle.status
 
     def _reach(self, handle: Handle, level: str, deadline: float) -> str:
-        self._engine.settle(deadline)
         session = self._session
         session.clock.waits()
+        if handle.taken:
+            self._engine.settle(deadline)
         level = self._attainable(level)
         ask = wire.WaitFor(handle.step, handle.grant, level)
         if handle.taken:
@@ -416,15 +407,17 @@ class Client(Registering, Explicit, Releasing):
         session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline, again=ask)
         return handle.status
 
-    def _ended(self, level: str, handle: Handle | None, status: str) -> str:
+    def _ended(self, level: str, handle: Handle | None, status: str, more: str = "") -> str:
         """Not everybody looks at what a wait returns (P15). That nothing was taken for want of a daemon has been said."""
         over = handle is None and self._session.called < 0  # a run that had ended when it was started again makes no step
         found = handle.fact if handle is not None else None
         if over or reached(found, self._attainable(level), self._session.attainable):
             return status
         step = f"step {handle.step} is " if handle is not None else ""
+        if handle is not None and status.startswith("skipped"):
+            more = f"; snapshot({handle.step}, must=True) waits for its turn"
         if self._session.link.up:
-            self._troubles.pass_on(f"wait({level!r}) ended otherwise: {step}{status}", "")
+            self._troubles.pass_on(f"wait({level!r}) ended otherwise: {step}{status}{more}", "")
         elif handle is not None and handle.taken:  # what it was nobody knows it to be now
             text = f"{step}{status} as far as the daemon had said, and the daemon is unreachable"
             self._troubles.pass_on(f"wait({level!r}) ended otherwise: {text}", "")

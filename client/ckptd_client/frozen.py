@@ -39,7 +39,7 @@ class FrozenCapture:
     def slot_for(self, plan: Plan, tensors: Sequence[Tensor], patience_s: float) -> FrozenSlot:
         """For a plan with a frozen part; the slot comes pinned. Raises Skip: there is none now; Thawed: none is
         needed. ``patience_s``: to wait for one."""
-        self._wait_until_filled()
+        self._wait_until_filled(patience_s)
         session, statics = self._session, self._engine.statics
         with session.changed:
             statics.keep_only(set(session.segments.slots.values()))
@@ -65,13 +65,13 @@ class FrozenCapture:
 
         return self._look.at(plan.layout.frozen.layout_id, found, boxes)
 
-    def _wait_until_filled(self) -> None:
-        """By an earlier snapshot. A device fills it beside training; nobody waits for that."""
+    def _wait_until_filled(self, patience_s: float) -> None:
+        """By an earlier snapshot. A device fills it beside training; nobody waits for that but who has patience."""
         job = self._engine.fills_frozen()
         if job is None:
             return
-        bound_s = float(self._session.policy.get("fence_timeout_s", 0.0))
-        if job.device is not None or not self._engine.drain(bound_s):
+        bound_s = float(self._session.policy.get("fence_timeout_s", 0.0)) if job.device is None else 0.0
+        if not self._engine.drain(max(bound_s, patience_s)):
             raise Skip("frozen parameters are still being captured")
 
     def not_needed(self, plan: Plan) -> None:

@@ -186,13 +186,26 @@ class Snapshots:
         """Its step was captured before: is what is registered another by now, as far as steps, counters and saved values tell? Then
         the handle says so."""
         with self._failing(handle):
-            what = "an optimizer has stepped, or a graph may have" if self.progress.stepped_since else ""
-            if self._captured is not None and not what:
-                what = shown(self._captured.look.other_in(look_at(self._registry)))
+            what = self._since()
             if what:
                 remedy = f"give what is there now a later step: snapshot({handle.step + 1}, must=True)"
                 self._refuse(handle, f"and the state has changed since: {what}; {remedy}")
         return not handle.taken
+
+    def since(self, handle: Handle) -> str:
+        """What has changed since that capture, the newest one, as ``changed`` sees it; "": nothing."""
+        probe = Handle(handle.step, "capturing", handle._wait)
+        what = "an optimizer has stepped"
+        with self._failing(probe):
+            what = self._since() if self.is_open else what
+        return what if probe.taken else probe.status
+
+    def _since(self) -> str:
+        if self._registry.bare:  # it is of what it was given
+            return ""
+        if self.progress.stepped_since:
+            return "an optimizer has stepped, or a graph may have"
+        return "" if self._captured is None else shown(self._captured.look.other_in(look_at(self._registry)))
 
     def lacks(self, handle: Handle, meta: dict[str, Any], keep: bool) -> bool:
         """The same state; does this call ask for what that snapshot has not? Then the handle says so."""
@@ -312,9 +325,8 @@ class Snapshots:
         session = self._session
         session.clock.captures()
         self._engine.settle_audits(began + AUDIT_TIMEOUT_S)  # an earlier snapshot that no optimizer step came after
-        if self._engine.busy(slot) and not self._engine.drain(
-            float(session.policy.get("fence_timeout_s", 0.0))
-        ):
+        bound_s = max(float(session.policy.get("fence_timeout_s", 0.0)), deadline - began)
+        if self._engine.busy(slot) and not self._engine.drain(bound_s):
             raise Skip("busy")
         found = self._lookup(handle.step, meta)
         tensors, packed, plan = found.tensors, found.packed, found.plan

@@ -39,7 +39,7 @@ def main(steps):
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
-                client.snapshot(step)
+                client.snapshot(step, must=step == steps)
                 accelerator.print(f"step {step} loss {accelerator.reduce(loss.detach(), 'mean').item():.4f}", flush=True)
                 if step == steps:
                     break

@@ -49,7 +49,7 @@ def main(steps):
                 ends = engine.is_gradient_accumulation_boundary()
                 engine.step()
                 if ends:
-                    client.snapshot(engine.global_steps)
+                    client.snapshot(engine.global_steps, must=engine.global_steps == steps)
                 loss = loss.detach() / dist.get_world_size()
                 dist.all_reduce(loss)
                 if dist.get_rank() == 0:

@@ -52,7 +52,7 @@ def main(steps):
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.step += 1
-                client.snapshot(progress.step)
+                client.snapshot(progress.step, must=progress.step == steps)
                 fabric.print(f"step {progress.step} loss {fabric.all_reduce(loss.detach()).item():.4f}", flush=True)
                 if progress.step == steps:
                     break

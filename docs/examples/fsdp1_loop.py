@@ -53,7 +53,7 @@ def main(steps):
                 optimizer.step()
                 optimizer.zero_grad()
                 progress.step += 1
-                client.snapshot(progress.step)
+                client.snapshot(progress.step, must=progress.step == steps)
                 loss = loss.detach() / dist.get_world_size()
                 dist.all_reduce(loss)
                 if dist.get_rank() == 0:

@@ -45,7 +45,7 @@ class Rank:
         self.parts = Parts(rank, world)
         self.pause = threading.Event()
         self.followed: dict[int, tuple[Handle, tuple[Any, ...]]] = {}
-        self.client = Client.connect(job=job, timeout_s=10.0)
+        self.client = Client.connect(job=job, timeout_s=10.0, must_timeout_s=WAIT_S)
         self.client.register(
             parts=self.parts.owned, common=self.parts.common, clock=self.parts.clock, replicated=["common.declared"],
             fenced=True,
@@ -78,6 +78,8 @@ class Rank:
                 self.followed[step] = (handle, ())
             if step % WAIT_EVERY == 0:
                 self.record.write("waiting", step=step)
+                if handle.status.startswith("skipped"):
+                    self.followed[step] = (self.client.snapshot(step, must=True), ())
                 status = self.client.wait("protected", WAIT_S)
                 self.record.write("waited", step=step, status=status)
             self.pause.wait(STEP_S)

@@ -156,19 +156,6 @@ def test_what_was_skipped_is_captured_by_the_second_call(daemon: RankDaemonDoubl
     assert_same(daemon.held[1, 5][0], expected)
 
 
-def test_wait_captures_with_what_the_skipped_call_asked_for(daemon: RankDaemonDouble) -> None:
-    daemon.granting = "never"
-    training = Training()
-    with restored(daemon, training) as client:
-        training.step()
-        assert client.snapshot(5, {"best": 1}, keep=True).status.startswith("skipped")
-        daemon.granting = "asked"
-        assert client.wait("sealed", 30) == "durable"
-        assert client.snapshot(5, {"best": 1}, keep=True).status == "durable"
-        kept = daemon.messages(wire.SealedSlot)[-1].keep
-    assert kept
-
-
 def test_a_closed_client_has_nothing_to_say_of_it(daemon: RankDaemonDouble) -> None:
     training = Training()
     client: Client

@@ -265,9 +265,11 @@ def test_a_handle_of_what_became_void_tells_of_what_a_wait_captures_instead(tmp_
     """P2: also where the call after it was answered with the same handle."""
     with RankDaemonDouble(tmp_path / "d.sock") as daemon, stepped(daemon) as (client, _):
         daemon.durable, daemon.level = False, 0
-        handle = client.snapshot(1, must=True)
+        handle = client.snapshot(1, {"best": 1}, keep=True, must=True)
         assert handle.wait("sealed") == "sealed"
         assert client.snapshot(1) is handle
         daemon._tell(wire.Level(1, 1, handle.grant, -1, 0, False, "rank 1 missed it"))
         until(lambda: handle.status == "void: rank 1 missed it")
         assert client.wait("sealed", 30) == handle.status == "sealed"
+        assert client.snapshot(1, {"best": 1}, keep=True).taken
+        assert [seal.keep for seal in daemon.messages(wire.SealedSlot)] == [True, True]

@@ -282,7 +282,8 @@ def test_wait_answers_for_no_older_step_than_one_that_was_skipped_without_a_daem
             again.wait_for(lambda: again._ready)
             until(lambda: client._session.link.up)
             expected = training.tensors()
-            assert client.wait("durable", 30) == "durable"
+            assert client.wait("durable", 30) == "skipped: no daemon"
+            assert client.snapshot(2, must=True).wait("durable", 30) == client.wait("durable", 30) == "durable"
             assert_same(again.held[1, 2][0], expected)
 
 

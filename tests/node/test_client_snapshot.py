@@ -202,36 +202,36 @@ def test_a_step_before_the_restored_one_is_taken_and_told(daemon: RankDaemonDoub
         assert caplog.text.count("count on from what restore() returned") == told
 
 
-def test_wait_captures_the_current_step_if_it_was_skipped(tmp_path: Path) -> None:
-    with RankDaemonDouble(tmp_path / "d.sock", granting="asked") as daemon, stepped(daemon) as (client, training):
+def test_wait_captures_nothing_late(daemon: RankDaemonDouble, caplog: pytest.LogCaptureFixture) -> None:
+    """P1: it took what was there by then, as averaged weights, a scheduler's next rate or an epoch's end, under the old number."""
+    daemon.granting = "asked"
+    with stepped(daemon) as (client, training):
         handle = client.snapshot(9)
-        assert handle.status == NOT_YET
-        assert client.wait(level="durable", timeout=30) == "durable"
-        assert (1, 9) in daemon.held
-        assert handle.status == handle.wait("durable", 0) == "durable" and handle.taken  # P2: of that step, not of that call
-        training.step()  # the state is step 10's now: nothing may be captured under the name of 9
-        assert client.wait(level="durable", timeout=30) == "durable"
-        assert len(daemon.held) == 1
+        nn.init.zeros_(training.model[0].weight)
+        assert client.wait(level="durable", timeout=30) == handle.status == NOT_YET and daemon.held == {}
+        assert f"step 9 is {NOT_YET}; snapshot(9, must=True) waits for its turn" in caplog.text
+        assert client.snapshot(9, must=True).wait("durable", 30) == client.wait("durable", 30) == "durable"
 
 
-def test_wait_never_gives_an_older_step_for_the_current_one(tmp_path: Path) -> None:
-    """P2: step 1 is durable, step 2 cannot be captured: nobody may hear "durable"."""
+def test_wait_never_gives_an_older_step_for_the_newest_call(tmp_path: Path) -> None:
+    """P2: step 1 is durable, step 2 was skipped or failed: nobody may hear "durable", also once training has moved on."""
     with RankDaemonDouble(tmp_path / "d.sock") as daemon:
-        training = Training()
+        training, notes = Training(), dict[str, object]()
         with connected(daemon, training) as client:
+            client.register(notes=notes)
             first_snapshot(client, training, "durable")
             daemon.granting = "never"
             for grant in list(daemon._grant_steps):
                 daemon.take_back(grant)
             until(lambda: not len(client._session.grants))
             training.step()
-            handle = client.snapshot(2)
-            assert handle.status == NOT_YET
-            daemon.on_asked = False
-            assert client.wait("durable", 0.3) == handle.status == NOT_YET
-            daemon.on_asked = True
-            assert client.wait("durable", 30) == handle.status == "durable"
-        assert (1, 2) in daemon.held
+            assert client.snapshot(2).status == client.wait("durable", 30) == NOT_YET
+            training.step()
+            assert client.wait("durable", 30) == NOT_YET
+            daemon.granting, notes["bad"] = "asked", object()
+            status = client.snapshot(3, must=True).status
+            training.step()
+            assert client.wait("durable", 30) == status and status.startswith("failed: type")
 
 
 def test_wait_returns_a_status_at_its_timeout_and_levels_may_fall(

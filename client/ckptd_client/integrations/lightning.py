@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckptd.core.errors import CkptdError
 from ckptd_client.client import Client
+from ckptd_client.handles import Handle
 from ckptd_client.integrations import named
 from ckptd_client.place import Inside, Place
 
@@ -37,6 +38,7 @@ class CkptdCallback(Callback):
     def __init__(self, client: Client, **extra: Any) -> None:
         self._client, self._extra = client, extra
         self._taken = 0
+        self._newest: Handle | None = None
         self._run: _Run | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -83,16 +85,19 @@ class CkptdCallback(Callback):
             self._snapshot(trainer.fit_loop.epoch_loop._batches_that_stepped + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._snapshot(trainer.fit_loop.epoch_loop._batches_that_stepped)
+        """The last step is captured now, also where its snapshot had been skipped: averaged weights may take their place later."""
+        loop = trainer.fit_loop
+        ends = loop.epoch_progress.current.processed == loop.max_epochs or loop.epoch_loop.global_step == loop.max_steps
+        lost = self._newest is not None and not self._newest.taken
+        self._snapshot(loop.epoch_loop._batches_that_stepped, must=ends or trainer.should_stop, again=lost)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The last step is captured, also where its snapshot had been skipped."""
         self._client.wait("durable")
 
-    def _snapshot(self, step: int) -> None:
-        if step > self._taken:
+    def _snapshot(self, step: int, *, must: bool = False, again: bool = False) -> None:
+        if step > self._taken or (must and again):
             self._taken = step
-            self._client.snapshot(step)
+            self._newest = self._client.snapshot(step, must=must)
 
 
 class _Run:

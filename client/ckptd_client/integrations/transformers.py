@@ -103,7 +103,7 @@ class CkptdTrainerMixin:
             self._ckptd_run.to_keep = True
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """The last step is captured, also where its snapshot had been skipped, before the best model takes its place."""
+        """Before the best model takes the last step's place."""
         self._ckptd.wait("durable")
         arguments, best = self.args, self.state.best_global_step  # type: ignore[attr-defined]
         if not self._ckptd_own_saves:
@@ -152,7 +152,7 @@ class _Run:
                 self.kept.save(step, {state.best_global_step})
             else:
                 self.kept.look()
-                self._client.snapshot(step)
+                self._client.snapshot(step, must=step == state.max_steps or control.should_training_stop)
         elif wanted and step not in self.kept.steps:
             self._client.snapshot(step, keep=True)  # too late, as its words say
 
