@@ -233,7 +233,7 @@ class Session:
     def _taken_in(self) -> None:
         """Ready says so, and so does a grant: a daemon that has lost the running epoch and hears of it again says no Ready."""
         self._lost_at = 0.0
-        self.troubles.clear("join")
+        self.troubles.clear("join", "superseded")
 
     def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
         if self._cold.keeps(message):
@@ -316,6 +316,7 @@ class Session:
             self._drop_inbox()
             for number in self.grants.clear():  # else their slots would wait for this rank's word for ever
                 self.link.send(wire.GaveUp(number, self.called, "the rank joins anew"))
+            self._layouts.clear()  # a job that was taken back is another one to the daemon
             self.world, self._join = world, (message, body)
             self.phase, self.restoring = JOINING, restoring
             if restoring:

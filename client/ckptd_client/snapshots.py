@@ -429,8 +429,7 @@ class Snapshots:
         if session.connection != job.connection or not session.link.up:
             self.void(job, "connection to the daemon lost")
             return
-        for kind in RECOVERED:  # before anybody can hear of the seal
-            self._troubles.clear(kind)
+        self._troubles.clear(*RECOVERED)  # before anybody can hear of the seal
         layout = job.plan.layout
         fds = [memfd_object(layout.encoded)] if session.layout_is_new(layout.layout_id) else []
         note = wire.SealedSlot(

@@ -65,12 +65,12 @@ class Troubles:
         if new:
             log.warning("ckptd job %s: %s%s", self._job, who, text)
 
-    def clear(self, kind: str) -> None:
+    def clear(self, *kinds: str) -> None:
         with self._lock:
-            if self._now.pop(kind, None) is None:
-                return
-            self._warned.discard(kind)
-        log.info("ckptd job %s: %s is over", self._job, kind)
+            over = [kind for kind in kinds if self._now.pop(kind, None) is not None]
+            self._warned.difference_update(over)
+        for kind in over:
+            log.info("ckptd job %s: %s is over", self._job, kind)
 
     def lost(self, step: int, status: str) -> None:
         """This snapshot does not count. ``status``: its handle's, what became of it and the cause before the second colon."""

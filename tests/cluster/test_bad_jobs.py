@@ -91,6 +91,24 @@ def test_a_stale_trainer_and_the_same_job_started_twice(nodes: Cluster) -> None:
     assert after.do("digest") == last
 
 
+def test_who_takes_the_job_back_goes_on_at_once(nodes: Cluster) -> None:
+    """P12, P15: its first snapshot was void for "layout unknown", and its health said "no more snapshots" for good."""
+    node = nodes.node(replicas=0)
+    (first,) = nodes.world([node], JOB)
+    assert first.do("restore") is None
+    sealed(first, 3)
+    (second,) = nodes.world([node], JOB)
+    assert second.do("restore") == 3
+    digest = sealed(second, 1)
+    second.do("close")
+    assert any("opened elsewhere" in text for text in first.do("health")["problems"])
+    assert first.do("restore") == 4
+    assert first.do("digest") == digest
+    sealed(first, 1)
+    assert not [cause for cause in first.do("lost") if cause.startswith("void")]
+    assert first.do("health")["problems"] == []
+
+
 def test_a_rank_that_skips_one_snapshot(nodes: Cluster) -> None:
     """P1, P14: that step exists nowhere, later ones do."""
     first, second = nodes.several(2, own_slots=4)
