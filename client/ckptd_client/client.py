@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from ckptd_client import (
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.explicit import Explicit
-from ckptd_client.handles import LEVELS, Handle, given_up, reached
+from ckptd_client.handles import LEVELS, Handle, given_up, reached, step_of
 from ckptd_client.joining import Joiner
 from ckptd_client.own_values import OwnValues
 from ckptd_client.registering import Registering
@@ -42,7 +41,7 @@ from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
 from ckptd_client.rules import Own
 from ckptd_client.session import Session
-from ckptd_client.snapshots import Snapshots
+from ckptd_client.snapshots import REFUSED, Snapshots
 from ckptd_client.steering import Steering
 from ckptd_client.stepclock import CALLS
 from ckptd_client.troubles import HealthReport, Troubles
@@ -52,7 +51,6 @@ JOIN_TIMEOUT_S, RESTORE_TIMEOUT_S = 300.0, 600.0  # when the daemon names no oth
 RESTORE_GRACE_S = 30.0  # beyond the daemons' own timeout: it is they who shall say what failed
 FENCE_TIMEOUT_S = 60.0  # when the daemon names no other
 MUST_TIMEOUT_S = 60.0
-STEP_MAX = 1 << 53  # what JSON holds exactly
 WAIT_TIMEOUT_S = 600.0
 EXIT_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 5.0
@@ -182,7 +180,7 @@ class Client(Registering, Explicit, Releasing):
         all ranks; nothing is written unless all can load, and the error says so when a rank's objects are dirty all the same.
         ``last_restore["mode"]``: "verified", "direct" (the daemon had no room for all bytes at once), "fresh", or "no daemon".
         """
-        step = None if step is None else operator.index(step)
+        step = None if step is None else step_of(step)
         if source not in (None, "memory", "durable"):
             raise ValueError(f'source is None, "memory" or "durable", not {source!r}')
         self._check_here()
@@ -201,6 +199,7 @@ class Client(Registering, Explicit, Releasing):
         self._engine.fence(self._fence_timeout_s)
         self._engine.drain(self._fence_timeout_s)
         deadline = time.monotonic() + self._restore_limit_s()
+        self._snapshots.refused = REFUSED  # until this one is over
         from ckptd.core.protocol import messages  # only who restores needs it
 
         try:
@@ -211,6 +210,7 @@ class Client(Registering, Explicit, Releasing):
                 raise
             self._troubles.pass_on(f"restore() begins anew, whatever memory and storage have of this job: {error.what}", "")
             self.last_restore = {**Outcome(None).told, "mode": "no daemon", "passed_over": [error.what]}
+            self._snapshots.refused = ""
             return None
         outcome = self._run_restore(Restore(session, self._registry, state, world, only, strict, rules), deadline)
         self.last_restore = outcome.told
@@ -249,10 +249,8 @@ class Client(Registering, Explicit, Releasing):
         meta: given back by a restore in ``last_restore``. Raises TypeError when ``step`` is no integer (numpy's and torch's are),
         and ValueError when it is none of 0 to 2^53.
         """
-        step = operator.index(step)
-        if not 0 <= step <= STEP_MAX:
-            raise ValueError(f"a step is 0 to 2^53, not {step}")
-        handle = Handle(step, "capturing", self._wait_for_handle)
+        step = step_of(step)
+        handle = Handle(step, "capturing", self._wait_for_handle, away=self._session.is_away)
         self._newest = handle
         if keep:
             self._attainable("durable")  # who has no storage is told
@@ -375,7 +373,7 @@ class Client(Registering, Explicit, Releasing):
             self._captures_again(handle, deadline)
 
     def _captures_again(self, void: Handle, deadline: float) -> None:
-        again = self._newest = Handle(void.step, "capturing", self._wait_for_handle)
+        again = self._newest = Handle(void.step, "capturing", self._wait_for_handle, away=self._session.is_away)
         self._snapshots.wait_joined(deadline)
         meta, keep = self._asked
         self._take(again, meta, keep=keep, must=True, wait_s=deadline - time.monotonic())
@@ -442,8 +440,8 @@ class Client(Registering, Explicit, Releasing):
 
     def health(self) -> HealthReport:
         """What keeps this rank from being protected, ours and the daemon's words. Never raises; waits 5 s once if it hangs."""
-        if self._gone == FORKED:
-            return HealthReport(False, [f"not protected: {FORKED}"])
+        if self._gone:
+            return HealthReport(False, [f"not protected: {self._gone}"])
         session = self._session
         reply = session.ask(wire.AskHealth, ANSWER_TIMEOUT_S)
         problems = self._troubles.problems()

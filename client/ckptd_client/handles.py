@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckptd.wire.rank import Level
 
+HANDLES_KEPT_MAX = 256
+STEP_MAX = 1 << 53  # what JSON holds exactly
 LEVELS = ("sealed", "protected", "durable")
+RELEASED = "released: a newer snapshot took its place"
 NOT_SAVED = "not saved"  # begins the reason of a rank that will not take part in this step, however often it is tried
 BEHIND = "granted behind one that is void"  # begins a reason that is another step's
 
@@ -56,12 +61,16 @@ class Outgrown(Skip):
 
 @dataclass(eq=False)
 class Handle:
-    """``status``: capturing, captured, sealed, protected, durable, or "skipped: ...", "void: ...", "failed: ..."."""
+    """``status``: capturing, captured, sealed, protected, durable; "released: ..." when a newer one has its memory; "unreachable:
+    ..." with the last level but durable while the daemon is away; or "skipped: ...", "void: ...", "failed: ..."."""
 
     step: int
     _status: str
     _wait: Callable[[Handle, str, float | None], str]
     grant: int = 0  # under which it was captured
+    slot: int = -1  # into which
+    away: Callable[[], bool] = lambda: False  # has the daemon been away for long?
+    released: bool = False  # its slot is another snapshot's now
     _told: Level | None = None
     _best: int = -1  # highest level so far
     _later: Handle | None = None  # of the same step, captured by a wait after this one was skipped or void
@@ -71,11 +80,13 @@ class Handle:
         if self._later is not None:
             return self._later.status
         told = self._told
-        if told is None:
-            return self._status
-        if told.level == 0 < self._best and not told.void and not told.durable:
-            return f"protected 0/{told.wanted}, degraded"
-        return describe(told)
+        if told is None or told.void or told.durable or told.level < 0:
+            return self._status if told is None else describe(told)
+        if self.released:
+            return RELEASED
+        degraded = f"protected 0/{told.wanted}, degraded" if told.level == 0 < self._best else ""
+        text = degraded or describe(told)
+        return f"unreachable: {text}, as far as the daemon had said" if self.away() else text
 
     @property
     def fact(self) -> Level | None:
@@ -106,6 +117,39 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<snapshot {self.step}: {self.status}>"
+
+
+class Handles:
+    """Those of captured steps of this epoch, the newest of which are told what becomes of them. The session locks."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, Handle] = {}
+
+    def follow(self, handle: Handle) -> None:
+        self._by_step[handle.step] = handle
+        while len(self._by_step) > HANDLES_KEPT_MAX:
+            del self._by_step[min(self._by_step)]
+
+    def of(self, step: int) -> Handle | None:
+        return self._by_step.get(step)
+
+    def granted(self, slot: int, grant: int) -> None:
+        """What lay in that slot is gone, unless it is durable: a daemon frees none before there is something newer."""
+        sealed = (step for step, handle in self._by_step.items() if reached(handle.fact, "sealed", 0))
+        newest = max(sealed, default=-1)
+        for handle in self._by_step.values():
+            handle.released |= handle.slot == slot and handle.grant != grant and handle.step < newest
+
+    def clear(self) -> None:
+        self._by_step.clear()
+
+
+def step_of(step: Any) -> int:
+    """Raises TypeError, ValueError."""
+    number = operator.index(step)
+    if not 0 <= number <= STEP_MAX:
+        raise ValueError(f"a step is 0 to 2^53, not {number}")
+    return number
 
 
 def newest_of(levels: Mapping[int, Level]) -> dict[str, int]:

@@ -22,14 +22,14 @@ from ckptd_client import fence
 from ckptd_client.accelerator import Accelerator
 from ckptd_client.cold import Cold
 from ckptd_client.grants import Grant, Grants
-from ckptd_client.handles import Handle, newest_of
+from ckptd_client.handles import Handle, Handles, newest_of
 from ckptd_client.link import Link, close_all
 from ckptd_client.segments import Segments, SlotView
 from ckptd_client.stepclock import StepClock
 from ckptd_client.troubles import Troubles, brief
 from ckptd_client.world import World
 
-LEVELS_KEPT_MAX, HANDLES_KEPT_MAX = 1024, 256  # steps whose level is remembered, and whose handle
+LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
 LAYOUTS_KNOWN_MAX = 8  # of the newest that were sent; the daemon remembers twice as many of a rank
 SILENT_AFTER_S = 15.0  # a daemon that answers no question, or is away, for this long is not waited for
 RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
@@ -75,7 +75,7 @@ class Session:
         self.own_values: Callable[[list[str]], None] = lambda keys: None
         self.accelerator: Accelerator | None = None  # that the rank's tensors lie on
         self._cold = Cold()
-        self._handles: dict[int, Handle] = {}
+        self._handles = Handles()
         self._inbox: deque[tuple[Any, bytes, list[int]]] = deque()
         self._replies: dict[int, Any] = {}
         self._requests, self._in_vain = 0, -SILENT_AFTER_S  # monotonic seconds of the question that was not answered in time
@@ -154,6 +154,10 @@ class Session:
         with self.changed:
             self.changed.wait_for(lambda: self.link.up or self.link.refused is not None, timeout_s)
         return self.link.up
+
+    def is_away(self) -> bool:
+        """For longer than a daemon takes to start again?"""
+        return bool(self._lost_at) and time.monotonic() - self._lost_at > SILENT_AFTER_S
 
     def wait_back(self, deadline: float) -> None:
         """For a daemon that was lost a moment ago, and may be starting again; not for one that stays away (P5)."""
@@ -243,6 +247,7 @@ class Session:
             self.link.send(wire.GaveUp(message.grant, self.called, NO_MEMORY if self.phase == READY else NOT_HERE))
             return
         self._taken_in()
+        self._handles.granted(message.slot, message.grant)
         open_ = self.step_is_open or self.grants.took(self.called)
         refused = self.grants.refusal(grant)
         if refused or not self.grants.arrive(grant, self.called, self._before if open_ else self.called):
@@ -258,7 +263,7 @@ class Session:
             # which then says GaveUp itself
 
     def _level(self, message: wire.Level, fds: list[int]) -> None:
-        handle = self._handles.get(message.step)
+        handle = self._handles.of(message.step)
         if message.epoch != self.epoch or (handle is not None and handle.grant != message.grant):
             return  # another rank here has taken that step under another grant, or we had
         if handle is not None and not handle.taken:
@@ -281,8 +286,7 @@ class Session:
             self.phase = SUPERSEDED
             self.grants.clear()
             if self.restoring:
-                said = wire.Failed("superseded", "a newer start of the job joined in this rank's place")
-                self._inbox.append((said, b"", []))
+                self._inbox.append((wire.Failed("superseded", "a newer start of the job joined in this rank's place"), b"", []))
             self.troubles.report("superseded", f"epoch {message.epoch} of this job was opened elsewhere; no more snapshots")
 
     def _reply(self, message: Any, fds: list[int]) -> None:
@@ -447,8 +451,7 @@ class Session:
         return self.wants_bytes > 0 and all(slot.capacity < self.wants_bytes for slot in live)
 
     def larger(self, nbytes: int) -> str:
-        """Why a state that needs so many bytes waits: they are being made, or there is no memory for them, which the daemon has
-        said then."""
+        """Why a state that needs so many bytes waits: they are being made, or there is no memory, as the daemon has said then."""
         if self.waits.partition(":")[0] == NO_MEMORY:
             return self.waits
         return f"{LARGER}: a snapshot needs {nbytes} bytes"
@@ -461,9 +464,7 @@ class Session:
 
     def follow(self, handle: Handle) -> None:
         with self.changed:
-            self._handles[handle.step] = handle
-            while len(self._handles) > HANDLES_KEPT_MAX:
-                del self._handles[min(self._handles)]
+            self._handles.follow(handle)
 
     def layout_is_new(self, layout_id: str) -> bool:
         with self.changed:
@@ -492,9 +493,8 @@ class Session:
     @property
     def attainable(self) -> int:
         """The highest protection that the job's failure domains allow."""
-        domains = self.world.domain_count if self.world is not None else 1
-        return min(int(self.policy.get("replicas", 0)), domains - 1)
+        return min(int(self.policy.get("replicas", 0)), self.world.domain_count - 1 if self.world is not None else 0)
 
     def facts(self) -> dict[str, Any]:
-        newest = newest_of(self.levels)
-        return {"connected": self.link.up, "phase": self.phase, "epoch": self.epoch, "step": self.called, "newest": newest}
+        where = {"phase": self.phase, "epoch": self.epoch, "step": self.called, "newest": newest_of(self.levels)}
+        return {"connected": self.link.up, **where}

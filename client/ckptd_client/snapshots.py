@@ -53,6 +53,7 @@ LASTING_S = 5.0  # what keeps snapshots from being granted for less is no troubl
 OBSTACLES = (NO_STEWARD, FOR_A_PEER, FOR_A_RANK, FOR_STORAGE, SILENT)
 RECOVERED = ("fence", "type", "memory", "waiting", "fresh", "capture", "order", "start")  # a good snapshot ends these
 AGAIN = "captured before"  # the kind of trouble
+REFUSED = "restore() has failed: call it again, on all ranks; with allow_fresh=True where the job is to begin anew"
 
 
 class Found(NamedTuple):
@@ -87,12 +88,13 @@ class Snapshots:
         self.kept: dict[int, int] = {}  # steps captured with keep=True, and not released since -> their epoch
         self._taken = 0  # snapshots captured so far
         self._restored = -1  # the step that training went on from
+        self.refused = ""  # REFUSED: a restore has failed, and what the job has must not be left behind for that
         self._doubt = False  # the newest void was for writes past the fence: there may be others
         self.progress = Progress(registry, troubles)
 
     def begin_anew(self, state: State, step: int | None) -> None:
         """After a restore of ``state`` as of ``step``: whatever step comes first may be captured."""
-        self._restored = -1 if step is None else step
+        self._restored, self.refused = -1 if step is None else step, ""
         self.kept.clear()
         self._registry.began = True
         self.progress.begin_anew()
@@ -270,6 +272,9 @@ class Snapshots:
         if session.phase == READY and session.link.up:
             return
         if session.phase == IDLE:
+            if self.refused:
+                self._troubles.report("join", f"not protected: {self.refused}")
+                raise Skip(self.refused)
             self._join_in_background()
         if deadline is not None and self.wait_joined(deadline):
             session.call(step, fence.steps(), asks=True)  # the first call was no news to a daemon that had not this rank yet
@@ -353,7 +358,7 @@ class Snapshots:
                 while len(self.kept) > KEPT_MAX:
                     self.kept.pop(next(iter(self.kept)), None)
             self._troubles.clear(AGAIN)
-            handle.grant = grant.number
+            handle.grant, handle.slot = grant.number, grant.slot
             session.follow(handle)
             self._engine.submit(job)
         finally:

@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from ckptd_client.snapshots import REFUSED
 
 from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
 from tests.cluster.test_bad_restore import protected
@@ -107,6 +108,23 @@ def test_who_takes_the_job_back_goes_on_at_once(nodes: Cluster) -> None:
     sealed(first, 1)
     assert not [cause for cause in first.do("lost") if cause.startswith("void")]
     assert first.do("health")["problems"] == []
+
+
+def test_after_a_restore_that_failed_the_job_is_not_begun_anew(nodes: Cluster) -> None:
+    """P12: the next snapshot joined without a restore, which left all steps so far behind, and retention deleted them."""
+    node = nodes.node(replicas=0)
+    (trainer,) = nodes.world([node], JOB)
+    trainer.do("restore")
+    digest = sealed(trainer, 3)
+    with pytest.raises(TrainerError, match="77"):
+        trainer.do("restore", step=77)
+    assert trainer.do("train", steps=1)["statuses"] == [f"skipped: {REFUSED}"]
+    assert trainer.do("snapshot", must=True) == f"skipped: {REFUSED}"
+    assert trainer.do("health")["problems"] == [f"not protected: {REFUSED}"]
+    assert trainer.do("restore") == 3
+    assert trainer.do("digest") == digest
+    sealed(trainer, 1)
+    assert trainer.do("health")["problems"] == []
 
 
 def test_a_rank_that_skips_one_snapshot(nodes: Cluster) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptd_client import Client, handles
+from ckptd_client import Client, handles, session
 from ckptd_client.capture import INTERRUPTED, Engine
 from ckptd_client.copying import Copy
 from ckptd_client.gradients import Accumulation
@@ -273,3 +273,39 @@ def test_a_handle_of_what_became_void_tells_of_what_a_wait_captures_instead(tmp_
         assert client.wait("sealed", 30) == handle.status == "sealed"
         assert client.snapshot(1, {"best": 1}, keep=True).taken
         assert [seal.keep for seal in daemon.messages(wire.SealedSlot)] == [True, True]
+
+
+def test_the_handle_of_a_snapshot_whose_memory_another_one_has_says_so(tmp_path: Path) -> None:
+    """P2: all that were ever sealed said "sealed" for ever. What is durable is so wherever its memory went."""
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon, stepped(daemon) as (client, training):
+        made = []
+        for step in range(1, 8):
+            daemon.durable = step == 1
+            daemon.level = 0
+            made.append(client.snapshot(step, must=True))
+            assert made[-1].wait("durable" if step == 1 else "sealed", 30) in ("sealed", "durable")
+            training.step()
+        newest = {handle.slot: handle for handle in made}
+        for handle in made:
+            gone = newest[handle.slot] is not handle
+            assert handle.status == ("durable" if handle.step == 1 else handles.RELEASED if gone else "sealed")
+            assert handle.taken
+        assert any(handle.status == handles.RELEASED for handle in made)
+
+
+def test_a_level_is_not_called_a_fact_while_the_daemon_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P2: of a node whose daemon had been dead for 21 s a handle said "protected"."""
+    daemon = RankDaemonDouble(tmp_path / "d.sock").start()
+    with stepped(daemon) as (client, training):
+        durable = client.snapshot(1, must=True)
+        assert durable.wait("durable", 30) == "durable"
+        training.step()
+        daemon.durable, daemon.level = False, 0
+        sealed = client.snapshot(2, must=True)
+        assert sealed.wait("sealed", 30) == "sealed"
+        daemon.stop()
+        until(lambda: not client._session.link.up)
+        assert sealed.status == "sealed", "it may be starting again"
+        monkeypatch.setattr(session, "SILENT_AFTER_S", 0.0)
+        assert sealed.status == sealed.wait("sealed", 1) == "unreachable: sealed, as far as the daemon had said"
+        assert durable.status == "durable"
