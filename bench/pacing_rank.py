@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ckptd_client import Client
+from ckptd_client import Client, Handle
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,6 +38,7 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.batch = torch.randn(4, width)
         self.client: Client | None = None
+        self.newest: Handle | None = None  # of the snapshots that were taken
         self.at = 0
         if order["socket"]:
             self._connect()
@@ -60,7 +61,8 @@ class Rank:
             loss.backward()
         self.optimizer.step()
         if self.client is not None:
-            self.client.snapshot(self.at)
+            handle = self.client.snapshot(self.at)
+            self.newest = handle if handle.taken else self.newest
 
     def block(self, warm: int, steps: int) -> dict[str, Any]:
         """Seconds of each step after the warm ones."""
@@ -74,8 +76,8 @@ class Rank:
 
     def settle(self) -> dict[str, Any]:
         """Nothing of ours moves any more: the other contenders have the link to themselves."""
-        if self.client is not None:
-            self.client.wait("protected", SETTLE_TIMEOUT_S)
+        if self.newest is not None:
+            self.newest.wait("protected", SETTLE_TIMEOUT_S)
         dist.barrier()
         return self.state()
 
