@@ -10,7 +10,7 @@ from ckptd_client.integrations.accelerate import attach
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.matrix.worker import SETTINGS, Counters, Stream, Windows, maybe_die, wrote
+from tests.matrix.worker import SETTINGS, Counters, Stream, Windows, maybe_die, until_saved, wrote
 
 
 class Told(nn.Module):
@@ -70,7 +70,7 @@ def main() -> None:
             model.train()
             counters.epoch += 1
         wrote("ends", step=counters.step, losses=losses[-1:])
-        client.wait("durable")
+        until_saved(client, counters.step, "durable")
         saves.finish()
     accelerator.end_training()
 

@@ -12,7 +12,7 @@ from ckptd_client.integrations.deepspeed import attach
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.matrix.worker import SETTINGS, Counters, Windows, maybe_die, wrote
+from tests.matrix.worker import SETTINGS, Counters, Windows, maybe_die, until_saved, wrote
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 BATCH = 12
@@ -106,7 +106,7 @@ def main() -> None:
                     maybe_die(client, step)
             progress.epoch += 1
         wrote("ends", step=engine.global_steps)
-        client.wait("durable" if SETTINGS.get("durable") else "sealed")
+        until_saved(client, engine.global_steps, "durable" if SETTINGS.get("durable") else "sealed")
     dist.destroy_process_group()
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
 
-from tests.matrix.worker import SETTINGS, Counters, Windows, maybe_die, wrote
+from tests.matrix.worker import SETTINGS, Counters, Windows, maybe_die, until_saved, wrote
 
 
 class Part(nn.Module):
@@ -83,7 +83,7 @@ def main() -> None:
             wrote("seen", step=state.step, loss=total.item() / world, rate=rate, tokens=tokens_seen)
             manager.save(state.step, last_step=state.step == steps)
             if SETTINGS.get("durable"):
-                manager._client.wait("durable")
+                until_saved(manager._client, state.step, "durable")
             maybe_die(manager._client, state.step)
         wrote("ends", step=state.step, exported=sorted(path.name for path in Path(SETTINGS["folder"]).glob("checkpoint/*")))
     finally:
