@@ -135,10 +135,24 @@ class Handles:
 
     def granted(self, slot: int, grant: int) -> None:
         """What lay in that slot is gone, unless it is durable: a daemon frees none before there is something newer."""
-        sealed = (step for step, handle in self._by_step.items() if reached(handle.fact, "sealed", 0))
-        newest = max(sealed, default=-1)
+        newest = self._newest()
         for handle in self._by_step.values():
             handle.released |= handle.slot == slot and handle.grant != grant and handle.step < newest
+
+    def hear(self, handle: Handle, message: Level) -> bool:
+        """Is this about what the handle is of, and news?"""
+        if handle.grant != message.grant or not handle.taken:
+            # Another rank here has taken that step under another grant, or we had; or why it will not be has been said, and who is
+            # asked later knows only that nobody holds it.
+            return False
+        if message.void and reached(handle.fact, "sealed", 0) and handle.step < self._newest():
+            handle.released = True  # nor does a daemon that began anew since know that it was there
+            return False
+        handle.told(message)
+        return True
+
+    def _newest(self) -> int:
+        return max((step for step, handle in self._by_step.items() if reached(handle.fact, "sealed", 0)), default=-1)
 
     def clear(self) -> None:
         self._by_step.clear()

@@ -264,15 +264,11 @@ class Session:
 
     def _level(self, message: wire.Level, fds: list[int]) -> None:
         handle = self._handles.of(message.step)
-        if message.epoch != self.epoch or (handle is not None and handle.grant != message.grant):
-            return  # another rank here has taken that step under another grant, or we had
-        if handle is not None and not handle.taken:
-            return  # why not has been said; who is asked later knows only that nobody holds it
+        if message.epoch != self.epoch or (handle is not None and not self._handles.hear(handle, message)):
+            return
         self.levels[message.step] = message
         while len(self.levels) > LEVELS_KEPT_MAX:
             del self.levels[min(self.levels)]
-        if handle is not None:
-            handle.told(message)
         if message.void:
             self._layouts.clear()  # it may be void because the daemon does not know one of them
             self.grants.void(message.grant)

@@ -309,3 +309,20 @@ def test_a_level_is_not_called_a_fact_while_the_daemon_is_away(tmp_path: Path, m
         monkeypatch.setattr(session, "SILENT_AFTER_S", 0.0)
         assert sealed.status == sealed.wait("sealed", 1) == "unreachable: sealed, as far as the daemon had said"
         assert durable.status == "durable"
+
+
+def test_who_has_forgotten_what_was_released_does_not_make_it_void(tmp_path: Path) -> None:
+    """P2: a steward that began anew answered a question from before: no memory holds any of it. None does, and nothing was lost."""
+    with RankDaemonDouble(tmp_path / "d.sock") as daemon, stepped(daemon) as (client, training):
+        daemon.durable, daemon.level = False, 0
+        made = []
+        for step in (1, 2):
+            made.append(client.snapshot(step, must=True))
+            assert made[-1].wait("sealed", 30) == "sealed"
+            training.step()
+        for handle in made:
+            daemon._tell(wire.Level(1, handle.step, handle.grant, -1, 1, False, "no memory holds any of it"))
+        until(lambda: made[1].status == "void: no memory holds any of it")
+        assert made[0].status == handles.RELEASED
+        assert list(client.health().facts["lost"]) == ["void: no memory holds any of it"]
+        assert client.health().facts["lost"]["void: no memory holds any of it"]["count"] == 1
