@@ -62,8 +62,8 @@ class Bytes(LightningModule):
 class Last(CkptdCallback):
     """It dies at once."""
 
-    def _snapshot(self, step: int) -> None:
-        super()._snapshot(step)
+    def _snapshot(self, step: int, **how: Any) -> None:
+        super()._snapshot(step, **how)
         maybe_die(self._client, self._taken)
 
 
