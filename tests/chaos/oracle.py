@@ -108,7 +108,7 @@ class Oracle:
             self._made((generation, fact["step"]), rank, fact["digests"])
         elif kind == "called" and fact["status"].startswith(("skipped", "failed")):
             self._skipped((generation, fact["step"]))
-        elif kind == "waiting":  # which captures what had been skipped
+        elif kind == "waiting":  # what had been skipped is taken now
             self.skipped.discard((generation, fact["step"]))
         elif kind == "level":
             self._told((generation, fact["step"]), rank, fact, lost)
@@ -159,8 +159,8 @@ class Oracle:
         self.told[made].durable |= durable
 
     def _waited(self, made: Made, status: str, lost: set[str]) -> None:
-        """P2: what wait() answers binds as a level does. Where it has captured a step that had been skipped, nobody else says so:
-        that handle is its own. The rank does not count as told: its first handle may say void of the first try after this."""
+        """P2: what wait() answers binds as a level does. The rank does not count as told: what it writes down of the handle after
+        this may be of a first try, which was void."""
         degraded = DEGRADED.fullmatch(status)
         if status == "durable":
             self._promised(made, -1, True, lost)
