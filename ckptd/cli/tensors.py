@@ -9,12 +9,11 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from ckptd.core.state_map.catalogue import META
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist.index import Tensor
 from ckptd.persist.opening import open_at
 from ckptd.persist.reader import Checkpoint
-
-META = "$meta"  # object: docs/FORMAT.md section 6
 
 
 def rows_of(path: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:

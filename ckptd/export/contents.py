@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.catalogue import META
 from ckptd.core.state_map.dtypes import FLOATS
 from ckptd.export.selection import Selection
 from ckptd.export.source import Source
 from ckptd.export.stored import Stored
 from ckptd.export.values import plain
 
-META = "$meta"
 MODEL = "model"
 IN_AN_OBJECT = "#"  # in the key of a tensor that belongs to an object
 OF_A_MODULE = ("param", "buffer")

@@ -43,7 +43,6 @@ from ckptd.export.source import Source
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored
 
-STATE_DICT = "state_dict"
 CHUNK_BYTES = 64 << 20  # of a tensor: readers of this format take a whole chunk for any part of it
 FILE_BYTES = 256 << 20  # the writer keeps a chunk of each tensor of a file in memory until that is written
 BACKENDS = {"sharded_backend": BACKEND, "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -96,16 +95,16 @@ def _add(tree: dict[str, Any], more: dict[str, Any]) -> None:
 
 class DcpFolder:
     """What is to be written, before anything is read. Tied tensors are there twice, as torch has them there. What was saved through
-    torch.distributed.checkpoint is written as its plans had it; layout: of anything else, None: state_dict."""
+    torch.distributed.checkpoint is written as its plans had it; layout: of anything else."""
 
-    def __init__(self, contents: Contents, layout: str | None) -> None:
+    def __init__(self, contents: Contents, layout: str = "") -> None:
         self._checkpoint, self._paths = contents.checkpoint, None
         self._as_saved = PLANNER_DATA in contents.checkpoint.objects
         if self._as_saved:
             self._tree = as_saved(contents)
             self._paths = decode(_kept(contents, PLANNER_DATA), _no_tensor)
         else:
-            self._tree = tree_of(contents, layout or STATE_DICT)
+            self._tree = tree_of(contents, layout)
         found = [*leaves(self._tree)]
         self.tensors, self.nbytes = len(found), sum(stored.nbytes for stored in found)
 
@@ -131,7 +130,7 @@ class MegatronFolder(DcpFolder):
         if COMMON not in contents.checkpoint.objects:
             hint = "--to dcp, or hf: of a model's own names Megatron-Core would not know how it had stacked and padded them"
             raise CkptdError("it was not saved through Megatron-Core", where="--to megatron", hint=hint)
-        super().__init__(contents, None)
+        super().__init__(contents)
         self._common = _kept(contents, COMMON)
 
     def write(self, staging: Staging) -> None:

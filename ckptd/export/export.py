@@ -152,7 +152,7 @@ def _form(contents: Contents, request: Request) -> Form:
     if request.to == "dcp":
         from ckptd.export.dcp import DcpFolder
 
-        return DcpFolder(contents, request.layout)
+        return DcpFolder(contents, request.layout or LAYOUTS[0])
     if request.to == "megatron":
         from ckptd.export.dcp import MegatronFolder
 

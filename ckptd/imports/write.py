@@ -12,6 +12,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.life import is_grave
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.catalogue import META
 from ckptd.core.state_map.layout import UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
 from ckptd.persist.commit import commit
@@ -88,7 +89,6 @@ def _chunks(named: Named) -> list[OutChunk]:
 
 
 def _encoded(named: Named, step: int) -> list[ObjectBlob]:
-    from ckptd_client.resolve import META
     from ckptd_client.tree import ForeignType, encode
 
     told = {META: {"step": step, "meta": named.meta, "contents": {}, "on_device": []}}

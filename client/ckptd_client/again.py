@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ckptd.core.state_map.catalogue import META
 from ckptd_client import gradients, naming, resolve, rng
 from ckptd_client.entries import Entry
 from ckptd_client.registry import Registry
 from ckptd_client.versions import Seen
 
-APART = (rng.NAME, resolve.META)  # objects that are no state of what is registered
+APART = (rng.NAME, META)  # objects that are no state of what is registered
 
 
 @dataclass(frozen=True)

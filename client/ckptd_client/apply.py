@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.grouped import grouped
+from ckptd.core.state_map.catalogue import META
 from ckptd_client import beside, nested, optim, pooled, reshaping, resolve, rng, tree, values
 from ckptd_client.accelerator import of_all
 from ckptd_client.catalogue import Catalogue
@@ -61,7 +62,7 @@ class Objects:
     def _named(self) -> Iterator[tuple[str, Owner | None]]:
         """The one that tells of the others comes first."""
         wanted = set(self._wanted.objects)
-        yield from ((name, None) for name in (resolve.META, rng.NAME) if name in wanted)
+        yield from ((name, None) for name in (META, rng.NAME) if name in wanted)
         for owner in self._registry.owners.values():
             own = [*resolve.object_names(owner, self._state), *resolve.optional_names(owner)]
             yield from ((name, owner) for name in own if name in wanted)
@@ -112,7 +113,7 @@ class Objects:
         return found
 
     def _told(self) -> dict[str, Any]:
-        found = self.trees.get(resolve.META)
+        found = self.trees.get(META)
         return found if isinstance(found, dict) else {}
 
     def _check_groups(self) -> list[str]:

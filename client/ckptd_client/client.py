@@ -41,7 +41,7 @@ from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
 from ckptd_client.rules import Own
 from ckptd_client.session import Session
-from ckptd_client.snapshots import REFUSED, Snapshots
+from ckptd_client.snapshots import Snapshots
 from ckptd_client.steering import Steering
 from ckptd_client.stepclock import CALLS
 from ckptd_client.troubles import HealthReport, Troubles
@@ -199,7 +199,7 @@ class Client(Registering, Explicit, Releasing):
         self._engine.fence(self._fence_timeout_s)
         self._engine.drain(self._fence_timeout_s)
         deadline = time.monotonic() + self._restore_limit_s()
-        self._snapshots.refused = REFUSED  # until this one is over
+        self._snapshots.restore_failed = True  # until this one is over
         from ckptd.core.protocol import messages  # only who restores needs it
 
         try:
@@ -210,7 +210,7 @@ class Client(Registering, Explicit, Releasing):
                 raise
             self._troubles.pass_on(f"restore() begins anew, whatever memory and storage have of this job: {error.what}", "")
             self.last_restore = {**Outcome(None).told, "mode": "no daemon", "passed_over": [error.what]}
-            self._snapshots.refused = ""
+            self._snapshots.restore_failed = False
             return None
         outcome = self._run_restore(Restore(session, self._registry, state, world, only, strict, rules), deadline)
         self.last_restore = outcome.told

@@ -205,7 +205,7 @@ class _Job:
     def _save(self, save: Saving, level: str, deadline: float, sealed: Callable[[], None] | None) -> None:
         client, step = self.client, save.step
         handle = client.snapshot(step, must=True)
-        while handle.status.startswith("skipped") and client._snapshots.wait_joined(deadline) and time.monotonic() < deadline:
+        if handle.status.startswith("skipped") and time.monotonic() < deadline:
             handle = client.snapshot(step, must=True)  # the other ranks come later
         try:
             status = client.wait("sealed" if sealed is not None else level, max(0.0, deadline - time.monotonic()))

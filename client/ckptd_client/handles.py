@@ -73,7 +73,7 @@ class Handle:
     released: bool = False  # its slot is another snapshot's now
     _told: Level | None = None
     _best: int = -1  # highest level so far
-    _later: Handle | None = None  # of the same step, captured by a wait after this one was skipped or void
+    _later: Handle | None = None  # of the same step, captured by a wait after this one was void
 
     @property
     def status(self) -> str:
@@ -107,9 +107,9 @@ class Handle:
         self._status = status
 
     def goes_on_as(self, later: Handle) -> None:
-        """From now on this one tells what becomes of ``later``, when that is of the same step."""
-        if later.step == self.step:
-            self._later = later
+        """From now on this one tells what becomes of ``later``, of the same step."""
+        assert later.step == self.step, "a handle is of one step"
+        self._later = later
 
     def told(self, level: Level) -> None:
         self._best = max(self._best, level.level)

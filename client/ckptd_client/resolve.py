@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptd.core.errors import CkptdError
+from ckptd.core.state_map.catalogue import META
 from ckptd_client import apart, beside, naming, optim, placing, rng, supported, tree, watch
 from ckptd_client.entries import Entry, Extra, Mode, Owner, State
 from ckptd_client.garbage import searched_later
@@ -17,8 +18,6 @@ from ckptd_client.quiet import NoCollectives
 from ckptd_client.registry import Registry
 from ckptd_client.rules import text_of
 
-META = "$meta"  # object: {"step", "meta", "contents": {name of a registered dict or list: keys of what a restore can make},
-# "on_device": keys of tensors in objects, and registered as such, that lay on one, "rules": {pattern: what it says}, if any}
 RULES_TOLD_MAX = 1000
 GROUPS = "groups"  # object "<optimizer>.groups"
 BESIDE = "more"  # object "<optimizer>.more": what its own state_dict() has beside state and groups

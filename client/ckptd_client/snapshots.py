@@ -88,13 +88,13 @@ class Snapshots:
         self.kept: dict[int, int] = {}  # steps captured with keep=True, and not released since -> their epoch
         self._taken = 0  # snapshots captured so far
         self._restored = -1  # the step that training went on from
-        self.refused = ""  # REFUSED: a restore has failed, and what the job has must not be left behind for that
+        self.restore_failed = False  # and what the job has must not be left behind for that
         self._doubt = False  # the newest void was for writes past the fence: there may be others
         self.progress = Progress(registry, troubles)
 
     def begin_anew(self, state: State, step: int | None) -> None:
         """After a restore of ``state`` as of ``step``: whatever step comes first may be captured."""
-        self._restored, self.refused = -1 if step is None else step, ""
+        self._restored, self.restore_failed = -1 if step is None else step, False
         self.kept.clear()
         self._registry.began = True
         self.progress.begin_anew()
@@ -272,9 +272,9 @@ class Snapshots:
         if session.phase == READY and session.link.up:
             return
         if session.phase == IDLE:
-            if self.refused:
-                self._troubles.report("join", f"not protected: {self.refused}")
-                raise Skip(self.refused)
+            if self.restore_failed:
+                self._troubles.report("join", f"not protected: {REFUSED}")
+                raise Skip(REFUSED)
             self._join_in_background()
         if deadline is not None and self.wait_joined(deadline):
             session.call(step, fence.steps(), asks=True)  # the first call was no news to a daemon that had not this rank yet

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ckptd.core.protocol.machine.waiting import shown
 from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.catalogue import META
 from ckptd_client import (
     apart,
     dtypes,
@@ -40,7 +41,7 @@ from ckptd_client.rules import Own
 from ckptd_client.slices import Slice, slices_of, whole_of
 from ckptd_client.world import World
 
-ALWAYS = frozenset({rng.NAME, resolve.META})
+ALWAYS = frozenset({rng.NAME, META})
 UNREGISTERED = "in the snapshot, but nobody registered it"
 FORGOTTEN = "in the snapshot, saved by this rank, but not registered on it now"
 OF_MODULES = (modules.EXTRA, modules.SAVED, apart.FORMS)  # last parts of the names of their objects
@@ -400,7 +401,7 @@ class _Matcher:
                 if name in self._catalogue.objects and self._only(name):
                     self._object(owner, name)
         for name in ALWAYS & self._catalogue.objects.keys():
-            if name == resolve.META or (self._only(name) and not self._registry.bare):
+            if name == META or (self._only(name) and not self._registry.bare):
                 self.result.objects.append(name)
 
     def _object(self, owner: Owner | None, name: str) -> None:
@@ -445,8 +446,8 @@ class _Matcher:
             else:
                 self._object(None, name)
             self.result.born[name] = max(above, key=len)
-        if self.result.born and resolve.META not in self.result.objects:
-            self.result.objects.append(resolve.META)
+        if self.result.born and META not in self.result.objects:
+            self.result.objects.append(META)
 
     def _leftover(self) -> None:
         """What another rank registered and this one did not (another stage, an average on rank 0) is for that one to miss, unless

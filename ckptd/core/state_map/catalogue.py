@@ -14,6 +14,8 @@ from ckptd.core.state_map.layout import Layout
 from ckptd.core.state_map.layout_reader import DIMENSIONS_MAX, KEY_CHARACTERS_MAX, WORLD_MAX
 
 ALL = "all"
+META = "$meta"  # object: {"step", "meta", "contents": {name of a registered dict or list: keys of what a restore can make},
+# "on_device": keys of tensors in objects, and registered as such, that lay on one, "rules": {pattern: what it says}, if any}
 CATALOGUE_BYTES_MAX = 256 << 20  # encoded
 
 

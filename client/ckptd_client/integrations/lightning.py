@@ -88,14 +88,14 @@ class CkptdCallback(Callback):
         """The last step is captured now, also where its snapshot had been skipped: averaged weights may take their place later."""
         loop = trainer.fit_loop
         ends = loop.epoch_progress.current.processed == loop.max_epochs or loop.epoch_loop.global_step == loop.max_steps
-        lost = self._newest is not None and not self._newest.taken
-        self._snapshot(loop.epoch_loop._batches_that_stepped, must=ends or trainer.should_stop, again=lost)
+        self._snapshot(loop.epoch_loop._batches_that_stepped, must=ends or trainer.should_stop)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._client.wait("durable")
 
-    def _snapshot(self, step: int, *, must: bool = False, again: bool = False) -> None:
-        if step > self._taken or (must and again):
+    def _snapshot(self, step: int, *, must: bool = False) -> None:
+        lost = self._newest is not None and not self._newest.taken
+        if step > self._taken or (must and lost):
             self._taken = step
             self._newest = self._client.snapshot(step, must=must)
 
