@@ -119,7 +119,7 @@ def main(socket: str, kind: str, how: str, what: str, out: str) -> None:
     for step in range(begun + 1, STEPS + 1):
         losses[step] = training.step(step)
         if client is not None:
-            client.snapshot(step)
+            client.snapshot(step, must=step in (KILLED_AT, STEPS))
         if step == KILLED_AT and what == "killed":
             assert client is not None
             client.wait("sealed", 60)
