@@ -49,7 +49,7 @@ def main(do: str) -> None:
             optimizer.step()
             loader.at += 1 + rank
             step += 1
-        client.snapshot(step + (do == "restore"))
+        client.snapshot(step + (do == "restore"), must=True)
         client.wait(level="durable")
     print(f"loader {loader.at}")
     for name, value in (*model.state_dict().items(), *states(model, optimizer)):
