@@ -212,6 +212,9 @@ class Config(BaseSettings):
     dedup: bool = _set(
         False, "durable", "what did not change since the newest durable step is not written again but named where it lies"
     )
+    consolidate: bool = _set(
+        False, "durable", "checkpoints that stay for good get their parameters as whole tensors beside them"
+    )
     keep_last: int = _of_policy(
         "keep_last", "durable", "newest durable checkpoints to keep", "checkpoints", ge=1
     )

@@ -14,7 +14,8 @@ class CommitInfo:
     """A committed checkpoint. verified: it was read back whole; only then does it count as restorable. hidden: retention took
     it out of sight and may still reveal it. without: optimizer state is left out on purpose. There is one of each step: the first
     that was committed, whatever grant it was captured under, which ``grant`` says (0: not known) and ``snapshot`` does not.
-    damaged: so said who read it back. of: older checkpoints that hold files of this one."""
+    damaged: so said who read it back. of: older checkpoints that hold files of this one. whole: its parameters lie beside
+    it as whole tensors."""
 
     snapshot: SnapshotId
     keep: bool = False
@@ -24,6 +25,7 @@ class CommitInfo:
     grant: int = 0
     damaged: bool = False
     of: frozenset[SnapshotId] = frozenset()
+    whole: bool = False
 
     @property
     def captured(self) -> SnapshotId:
@@ -43,6 +45,13 @@ class Standing:
         """The checkpoints that nobody needs as things stand. Whatever else is hidden was hidden in error, and comes back."""
         read = (info.of for info in self.commits if info.snapshot in self.leased)
         return {info.snapshot for info in keep(self.commits, policy, self.record)[1]} - self.leased.union(*read)
+
+
+def lasting(standing: Standing, policy: Policy) -> list[SnapshotId]:
+    """Those that stay whatever comes, and are not whole yet."""
+    found = [info for info in standing.commits if not (info.whole or info.hidden or info.damaged)]
+    found = [info for info in found if info.keep or _nth(info, policy)]
+    return [info.snapshot for info in found if standing.record is None or standing.record.is_candidate(info.snapshot)]
 
 
 def doubted(commits: Sequence[CommitInfo]) -> set[SnapshotId]:

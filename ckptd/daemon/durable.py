@@ -17,6 +17,7 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol.life import is_grave
 from ckptd.core.protocol.machine.context import is_told
 from ckptd.core.retention import CommitInfo
+from ckptd.daemon.consolidation import Consolidation
 from ckptd.daemon.read_back import ReadBack
 from ckptd.daemon.retention import Retention
 from ckptd.daemon.services import Services, log
@@ -59,7 +60,9 @@ class Durable:
         self.flushed_bytes = self.written_bytes = 0  # of state, and what it took to store it; here, in this life of the daemon
         self.damaged: set[SnapshotId] = set()  # found here, or marked on storage when it was last listed
         self.read_back = ReadBack(services, job.job, self.was_damaged)
-        self._retention = Retention(services, job.job, self._hung, HUNG_MAX, self.read_back.waits_for)
+        self._consolidation = Consolidation(services, job.job)
+        then = self._consolidation.begin
+        self._retention = Retention(services, job.job, self._hung, HUNG_MAX, self.read_back.waits_for, then)
 
     # --- lineage ------------------------------------------------------------------------------------------------
     def read(self, do: ins.ReadDurable) -> None:
@@ -185,6 +188,7 @@ class Durable:
         for write in self._writing.values():
             write.cancelled.set()
         self._retention.cancel()
+        self._consolidation.cancel()
         self.read_back.cancel()
 
     async def _in_flush(
@@ -291,7 +295,7 @@ class Durable:
         for info in stored or ():
             row = rows.setdefault(info.snapshot.at, _row(info.snapshot, -1, 0, True, "storage"))
             row["durable"], row["keep"], row["damaged"] = True, info.keep, info.damaged
-            row["of"], row["needed_by"] = shown_of(info), needed[info.snapshot]
+            row["of"], row["needed_by"], row["whole"] = shown_of(info), needed[info.snapshot], info.whole
             row["without"] = row["without"] or info.without
             row["abandoned"] = record is not None and record.abandons(info.snapshot)
             row["where"] = "memory+storage" if row["where"].startswith("memory") else "storage"
@@ -337,5 +341,5 @@ def _row(snapshot: SnapshotId, level: int, wanted: int, durable: bool, where: st
     return {
         "epoch": snapshot.epoch, "step": snapshot.step, "level": level, "wanted": wanted, "durable": durable,
         "keep": False, "abandoned": False, "where": where, "without": without,
-        "damaged": False, "of": [], "needed_by": 0,
+        "damaged": False, "of": [], "needed_by": 0, "whole": False,
     }  # fmt: skip

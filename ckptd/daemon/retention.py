@@ -26,12 +26,19 @@ PROBLEMS_TOLD_MAX = 5  # of the damage that one pass read back
 
 class Retention:
     """``hung``: threads of the job that storage does not let go of, shared with its flushes (Durable); a pass that hangs is
-    one of them, and no other begins until it ends: several would take the threads of all jobs."""
+    one of them, and no other begins until it ends: several would take the threads of all jobs. ``then``: what it leaves for good
+    (Retained.lasting) after each pass."""
 
     def __init__(
-        self, services: Services, job: str, hung: set[asyncio.Future[Any]], hung_max: int, waits_for: Callable[[str], bool]
+        self,
+        services: Services,
+        job: str,
+        hung: set[asyncio.Future[Any]],
+        hung_max: int,
+        waits_for: Callable[[str], bool],
+        then: Callable[[list[SnapshotId]], None],
     ) -> None:
-        self._services, self._job = services, job
+        self._services, self._job, self._then = services, job, then
         self._hung, self._hung_max = hung, hung_max
         self._due = self._running = False
         self._epoch: EpochRecord | None = None
@@ -95,6 +102,7 @@ class Retention:
         done = work.result()
         self._services.health.clear(KIND, job=self._job, which="pass")
         self._tell(done)
+        self._then(done.lasting)
         self._stop_waiting()
         self._unread_s = min(2 * self._unread_s, AGAIN_S) if done.unread else UNREAD_S
         if (done.waiting or done.unread) and not cancelled.is_set():

@@ -160,6 +160,7 @@ class Daemon:
             work=work,
             sizing=_pool(SIZING_THREADS_MAX, "sizing"),
             disk=_pool(DISK_THREADS_MAX, "disk"), rereading=_pool(1, "read-back"),
+            consolidating=_pool(1, "consolidate"),
             flush=_pool(FLUSH_THREADS_MAX, "flush"),
             forget_job=self._forget_job,
             forget_if_empty=self._forget_if_empty,
@@ -402,7 +403,9 @@ class Daemon:
         self.services.fetcher.close()
         self.transport.close()
         services = self.services
-        for pool in (services.work, services.sizing, services.disk, services.flush, services.rereading):
+        for pool in (
+            services.work, services.sizing, services.disk, services.flush, services.rereading, services.consolidating
+        ):  # fmt: skip
             pool.shutdown(wait=False, cancel_futures=True)
         self.state.leave()
 

@@ -65,6 +65,7 @@ class Services:
     work: Executor  # sums, allocation, verification: short, touches memory
     sizing: Executor
     rereading: Executor  # what was written
+    consolidating: Executor
     disk: Executor  # short words with storage: claims, lists; may hang all the same
     flush: Executor  # files and commits: minutes each, and must not keep a claim or a list waiting
     forget_job: Callable[[str, Tombstone], None]

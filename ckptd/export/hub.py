@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from ckptd.export.hub_names import CONFIG, AsIs, Group, Names, Titan, Transforme
 from ckptd.export.peft_names import ADAPTER_CONFIG, Peft
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored, bytes_of
+from ckptd.persist.whole_file import header
 
 SHARD_BYTES = 5_000_000_000  # of a file, as the Hub's are
-HEADER_BYTES_MAX = 100_000_000  # what readers of the format accept
 INDEX = "model.safetensors.index.json"
 # Beside weights and config; no code, which a reader would have to trust.
 COPIED = (
@@ -112,7 +111,7 @@ class Folder:
         """File by file the frames, then group by group what is in them: a group is read once, and held alone."""
         places: dict[Group, list[tuple[Path, str, int, Whole]]] = {}
         for file, wholes in self.shards.items():
-            head = _header(wholes)
+            head = header([(whole.name, whole.dtype, whole.shape) for whole in wholes])
             path = staging.file(file, partial(_frame, head=head, wholes=wholes))
             at = len(head)
             for whole in wholes:
@@ -178,19 +177,6 @@ def _shards(wholes: Sequence[Whole], shard_bytes: int, stem: str) -> dict[str, l
     for file in files:
         file.sort(key=lambda whole: (-ITEMSIZE[whole.dtype], whole.name))
     return dict(zip(names, files, strict=True))
-
-
-def _header(wholes: Sequence[Whole]) -> bytes:
-    rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for whole in wholes:
-        rows[whole.name] = {"dtype": whole.dtype, "shape": whole.shape, "data_offsets": [at, at + whole.nbytes]}
-        at += whole.nbytes
-    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > HEADER_BYTES_MAX:
-        raise CkptdError(f"{len(wholes)} tensors in one file are more than readers take", where="--shard-size", hint="less")
-    return struct.pack("<Q", len(text)) + text
 
 
 def _frame(path: Path, head: bytes, wholes: Sequence[Whole]) -> None:

@@ -15,6 +15,7 @@ from ckptd.persist.names import (
     DAMAGED,
     KEEP,
     VERIFIED,
+    WHOLE,
     WITHOUT,
     check_job,
     epoch_dir,
@@ -54,6 +55,7 @@ def list_stored(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[A
                     "job": job, "epoch": info.snapshot.epoch, "step": info.snapshot.step, "durable": True, "keep": info.keep,
                     "abandoned": record is not None and record.abandons(info.snapshot), "where": ["storage"],
                     "without": info.without, "damaged": info.damaged, "of": shown_of(info), "needed_by": needed[info.snapshot],
+                    "whole": info.whole,
                 }
                 for info in reversed(commits)
             ]  # fmt: skip
@@ -95,7 +97,8 @@ def _info(snapshot: SnapshotId, pointer: Pointer, here: Collection[SnapshotId]) 
     marks, of, hidden = pointer.marks, of_marks(pointer.marks), pointer.sight is Sight.HIDDEN
     damaged = DAMAGED in marks or not of <= set(here)
     verified = VERIFIED in marks and not damaged
-    return CommitInfo(snapshot, KEEP in marks, verified, hidden, WITHOUT in marks, grant_of(marks), damaged, of)
+    more = grant_of(marks), damaged, of, WHOLE in marks
+    return CommitInfo(snapshot, KEEP in marks, verified, hidden, WITHOUT in marks, *more)
 
 
 def list_durable(storage: Storage, job: str, policy: Policy) -> list[CommitInfo]:

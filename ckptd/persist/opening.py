@@ -72,8 +72,9 @@ def find_checkpoints(path: str) -> list[str]:
     for where, below, names in os.walk(path):
         # What a killed preflight or commit left under a name of its own is no checkpoint.
         below[:] = [name for name in below if not (is_aside(name) or is_probe(where, name))]
-        if MANIFEST in names:
+        if MANIFEST in names:  # what lies inside is part of it
             found.append(where)
+            below.clear()
     return sorted(found)
 
 

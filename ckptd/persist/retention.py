@@ -15,7 +15,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.retention import Standing, doubted, keep
+from ckptd.core.retention import Standing, doubted, keep, lasting
 from ckptd.persist.commits import list_all, list_epochs, list_pointers
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.keeping import apply_notes
@@ -49,7 +49,7 @@ CLOCK = "clock"  # of files that earlier versions wrote to learn the storage's t
 class Retained:
     """What one pass did. problems: damage found by reading back; those checkpoints do not count as restorable. ended: why it
     stopped before its end. waiting: something is hidden whose grace is not over; a later pass deletes it. unread: as long as
-    writers read back what they wrote, a later pass decides."""
+    writers read back what they wrote, a later pass decides. lasting: what stays for good, and has no whole tensors beside it."""
 
     kept: list[SnapshotId] = field(default_factory=list)
     hidden: list[SnapshotId] = field(default_factory=list)
@@ -59,6 +59,7 @@ class Retained:
     problems: list[str] = field(default_factory=list)
     ended: str = ""
     waiting: bool = False
+    lasting: list[SnapshotId] = field(default_factory=list)
     unread: bool = False  # by those who wrote it, and they may still be at it
 
 
@@ -125,6 +126,7 @@ class _Pass:
     def hide_and_reveal(self) -> None:
         standing = self._read_back(self._look())
         may_go = standing.may_go(self._policy)
+        self._done.lasting = lasting(standing, self._policy)
         self._done.kept = [info.snapshot for info in standing.commits if info.snapshot not in may_go]
         self._reveal(
             info.snapshot for info in standing.commits if info.hidden and info.snapshot not in may_go

@@ -294,6 +294,30 @@ class StorageConformance:
         with pytest.raises(NotFound):
             storage.unmark(POINTER, KEEP)
 
+    def test_what_is_put_inside_a_commit_is_no_part_of_it_and_goes_with_it(self, storage: Storage) -> None:
+        with pytest.raises(NotFound):
+            storage.place(POINTER)
+        commit(storage, begin(storage, ONE))
+        inner = f"{storage.place(POINTER)}/inner"
+        for attempt in (f"{inner}.one.part", f"{inner}.other.part"):
+            begin(storage, attempt)
+        assert commit(storage, f"{inner}.one.part", inner)
+        assert not commit(storage, f"{inner}.other.part", inner)
+        storage.discard(f"{inner}.other.part")
+        assert names(storage, storage.place(POINTER)) == names(storage, POINTER) == ["a.safetensors", "b.side", "inner", MANIFEST]
+        assert names(storage, inner) == ["a.safetensors", "b.side", MANIFEST]
+        assert read_file(storage, f"{inner}/b.side", 100) == f"{inner}.one.part b.side".encode()
+        assert storage.pointers(TOP) == [Pointer("step-0000000010", Sight.SHOWN)]
+        assert committed(storage) == f"manifest of {ONE}"
+        storage.hide(POINTER)
+        storage.reveal(POINTER)
+        assert names(storage, inner) == ["a.safetensors", "b.side", MANIFEST]
+        storage.hide(POINTER)
+        storage.drop(POINTER)
+        assert names(storage, TOP) == names(storage, inner) == []
+        with pytest.raises(NotFound):
+            storage.place(POINTER)
+
     # --- out of sight, and gone ---------------------------------------------------------------------------------
     def test_what_is_hidden_is_read_on_and_comes_back(self, storage: Storage) -> None:
         commit(storage, begin(storage, ONE))

@@ -275,8 +275,9 @@ class Store(MemoryStorage):
     def _pointers(self) -> Sequence[tuple[SnapshotId, Stored]]:
         found = []
         for path, stored in self.objects.items():
-            if stored.attempt:
-                epoch, step = path.split("/")[-2:]
+            epoch, _, step = path.rpartition("/")
+            if stored.attempt and step_of_dir(step) is not None:  # and no commit inside one
+                epoch = epoch.rpartition("/")[2]
                 found.append((SnapshotId(epoch_of_dir(epoch) or 0, step_of_dir(step) or 0), stored))
         return found
 

@@ -201,6 +201,9 @@ class Storage(Protocol):
         them); others of the attempt are deleted. False: another commit, or a hidden one, stands there. NotFound: the attempt, or
         one of the files, is not there; another committer of the same attempt may have been faster."""
 
+    def place(self, pointer: str) -> str:
+        """The path below which more may be put that belongs to a commit, and goes with it. NotFound: it is gone."""
+
     def pointers(self, path: str) -> Sequence[Pointer]:
         """The commits directly below ``path``, by name."""
 

@@ -128,6 +128,10 @@ class MemoryStorage:
             self.objects[pointer] = Stored(b"", self.now_s(), attempt)
             return True
 
+    def place(self, pointer: str) -> str:
+        with self._lock:
+            return self._standing(pointer).attempt
+
     def pointers(self, path: str) -> Sequence[Pointer]:
         split_path(path)
         with self._lock:
@@ -137,22 +141,24 @@ class MemoryStorage:
             return [self._pointer(place, stored) for place, stored in sorted(found, key=lambda item: item[0])]
 
     def _pointer(self, name: str, stored: Stored) -> Pointer:
-        marks = frozenset(place for place, _ in self._below(stored.attempt) if "." not in place)
+        marks = frozenset(place for place, inner in self._below(stored.attempt) if "." not in place and not inner.attempt)
         return Pointer(name, stored.sight, marks, None if stored.sight is Sight.SHOWN else stored.at_s)
 
     def mark(self, pointer: str, name: str, data: bytes) -> None:
         with self._lock:
-            found = self.objects.get(pointer)
-            if found is None or not found.attempt:
-                raise NotFound("no such commit", where=self.locate(pointer), errno=errno.ENOENT)
+            found = self._standing(pointer)
             self._store(f"{found.attempt}/{name}", data)
 
     def unmark(self, pointer: str, name: str) -> bool:
         with self._lock:
-            found = self.objects.get(pointer)
-            if found is None or not found.attempt:
-                raise NotFound("no such commit", where=self.locate(pointer), errno=errno.ENOENT)
+            found = self._standing(pointer)
             return self.objects.pop(f"{found.attempt}/{name}", None) is not None
+
+    def _standing(self, pointer: str) -> Stored:
+        found = self.objects.get(pointer)
+        if found is None or not found.attempt:
+            raise NotFound("no such commit", where=self.locate(pointer), errno=errno.ENOENT)
+        return found
 
     def hide(self, pointer: str) -> bool:
         return self._turn(pointer, Sight.SHOWN, Sight.HIDDEN)
@@ -178,8 +184,8 @@ class MemoryStorage:
             return True
 
     def _clear(self, path: str) -> None:
-        for place, _ in self._below(path):
-            del self.objects[f"{path}/{place}"]
+        for place in [place for place in self.objects if place.startswith(f"{path}/")]:
+            del self.objects[place]
 
     # --- the dictionary -----------------------------------------------------------------------------------------
     def _store(self, path: str, data: bytes) -> bool:

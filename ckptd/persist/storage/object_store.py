@@ -257,6 +257,9 @@ class ObjectStorage:
             self._check_root()
             raise NotFound(f"{missing[0] if missing else 'it'} is not there", where=self.locate(attempt), errno=errno.ENOENT)
 
+    def place(self, pointer: str) -> str:
+        return self._attempt(pointer, self._standing(pointer))
+
     def pointers(self, path: str) -> Sequence[Pointer]:
         """By one list, and one read of each pointer that has changed since: none of the files is looked at."""
         split_path(path)
@@ -355,12 +358,16 @@ class ObjectStorage:
         return f"{above}/{commit.attempt}" if above else commit.attempt
 
     def _mark(self, pointer: str, name: str) -> str:
+        return f"{self._attempt(pointer, self._standing(pointer))}{MARK}{name}"
+
+    def _standing(self, pointer: str) -> Commit:
+        """Raises NotFound, StorageError."""
         commit = self._look(pointer)
         if commit is None or commit.sight is Sight.DROPPED:
             raise NotFound("no such commit", where=self.locate(pointer), errno=errno.ENOENT)
         if commit.damage:
             raise self._damaged(pointer, commit)
-        return f"{self._attempt(pointer, commit)}{MARK}{name}"
+        return commit
 
     def _places(self, pointer: str, commit: Commit | None, name: str) -> Sequence[str]:
         """Where a file of this name may lie."""
@@ -391,12 +398,15 @@ class ObjectStorage:
         if commit.damage:
             return []
         attempt = self._attempt(pointer, commit)
-        found = [(meta, meta["path"].rpartition("/")[2]) for meta in self._below(attempt)[1]]
+        objects = self._below(attempt)[1]
+        names = ((meta, meta["path"].rpartition("/")[2]) for meta in objects)
+        found = [(meta, name) for meta, name in names if not name.endswith(POINTER)]
         marks = [meta for meta in self._below(attempt.rpartition("/")[0])[1] if meta["path"].startswith(f"{attempt}{MARK}")]
         found += [(meta, meta["path"].partition(MARK)[2]) for meta in marks]
         entries = [Entry(name, False, meta["size"], meta["last_modified"].timestamp()) for meta, name in found if is_name(name)]
         if commit.sight is not Sight.SHOWN:
             entries = [entry for entry in entries if entry.name != MANIFEST]
+        entries += [Entry(name, True, 0, inner.at_s) for name, inner in self._pointers(attempt, objects).items()]
         return sorted(entries, key=lambda entry: entry.name)
 
     # --- objects ------------------------------------------------------------------------------------------------

@@ -1,0 +1,141 @@
+"""A checkpoint's parameters once more, as whole tensors under their registered keys, for whoever knows nothing of shards: a commit
+of its own, inside the checkpoint's, which goes with it (docs/FORMAT.md section 8)."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import xxhash
+
+from ckptd.core.errors import CkptdError
+from ckptd.core.failpoint import failpoint
+from ckptd.core.ids import SnapshotId
+from ckptd.core.state_map.box import Box, uncovered
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.persist.index import Tensor
+from ckptd.persist.names import CONSOLIDATED, DATA, MANIFEST, PART, WHOLE, file_stem, header_name, step_dir
+from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
+from ckptd.persist.storage.base import FULL, Storage, StorageError
+from ckptd.persist.strided import slabs
+from ckptd.persist.whole_file import header
+from ckptd.wire.bulk import Pace, wait_turn
+
+FORMAT, VERSION = "ckptd-consolidated", 1
+ROLES = ("param", "buffer")
+FILE_BYTES = 5_000_000_000  # of a file, as the Hub's are; no tensor is cut
+STEM, INDEX = "model", "model.safetensors.index.json"
+ROOM = 2  # times its bytes must be free: it is to cost no checkpoint its room
+
+
+def consolidate(
+    storage: Storage,
+    job: str,
+    snapshot: SnapshotId,
+    node: str,
+    pace: Pace | None = None,
+    cancelled: threading.Event | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> int:
+    """How many bytes were written; 0: it had been done. node: who does it; what an earlier life of it left of that is deleted.
+    Raises CkptdError: what is read is damaged, storage has no room, it was called off; then nothing is left of it."""
+    pointer = step_dir(job, snapshot)
+    with Checkpoint.open(storage, job, snapshot) as checkpoint:
+        place = storage.place(pointer)
+        attempt, target = f"{place}/{CONSOLIDATED}.{file_stem(node)}{PART}", f"{place}/{CONSOLIDATED}"
+        storage.discard(attempt)
+        done = 0
+        if not storage.list(target):
+            try:
+                done = _Run(checkpoint, attempt, pace, cancelled or threading.Event()).write(target, file_bytes)
+            except BaseException:
+                with suppress(StorageError):
+                    storage.discard(attempt)
+                raise
+        storage.mark(pointer, WHOLE, b"")
+        return done
+
+
+class _Run:
+    def __init__(self, checkpoint: Checkpoint, attempt: str, pace: Pace | None, cancelled: threading.Event) -> None:
+        self._checkpoint, self._attempt, self._storage = checkpoint, attempt, checkpoint.storage
+        self._pace, self._cancelled = pace, cancelled
+        self._files: list[dict[str, object]] = []
+
+    def write(self, target: str, file_bytes: int) -> int:
+        storage, groups = self._storage, _grouped([*wholes(self._checkpoint)], file_bytes)
+        total = sum(map(_nbytes, (tensor for group in groups for tensor in group)))
+        if storage.free_bytes() < ROOM * total:
+            text = f"no room to consolidate: {total} bytes, of which there is to be room for {ROOM} times as many"
+            raise StorageError(text, where=storage.locate(target), errno=min(FULL))
+        storage.begin(self._attempt)
+        weights: dict[str, str] = {}
+        for number, group in enumerate(groups, 1):
+            name = f"{STEM}-{number:05d}-of-{len(groups):05d}{DATA}" if len(groups) > 1 else f"{STEM}{DATA}"
+            self._file(name, group)
+            weights |= dict.fromkeys((header_name(tensor.key, None) for tensor in group), name)
+        failpoint("persist.consolidate.written")
+        manifest = self._checkpoint.manifest
+        told = {
+            "format": FORMAT, "version": VERSION, "snapshot": {"epoch": manifest.snapshot.epoch, "step": manifest.snapshot.step},
+            "of": manifest.xxh3_128, "aliases": manifest.aliases, "files": self._files,
+        }  # fmt: skip
+        beside = {MANIFEST: told, INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}}
+        data = {name: json.dumps(text, indent=1).encode() + b"\n" for name, text in beside.items()}
+        if not storage.commit_if_absent(self._attempt, target, [str(file["path"]) for file in self._files], data):
+            storage.discard(self._attempt)  # another node was first
+        return total
+
+    def _file(self, name: str, tensors: Sequence[Tensor]) -> None:
+        writer, running = self._storage.put(f"{self._attempt}/{name}"), xxhash.xxh3_128()
+        try:
+            for piece in self._pieces(tensors):
+                writer.write(piece)
+                running.update(piece)
+            self._files.append({"path": name, "size": writer.finish(), "xxh3_128": running.hexdigest()})
+        except BaseException:
+            writer.abort()
+            raise
+
+    def _pieces(self, tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
+        yield header([(header_name(tensor.key, None), tensor.dtype, tensor.shape) for tensor in tensors])
+        buffer = memoryview(bytearray(SEGMENT_BYTES))
+        for tensor in tensors:
+            item, whole = ITEMSIZE[tensor.dtype], Box.whole(tensor.shape)
+            for box in slabs(whole, whole, item, SEGMENT_BYTES) if whole.volume else ():
+                if not wait_turn(self._pace, box.volume * item, self._cancelled.is_set) or self._cancelled.is_set():
+                    raise CkptdError("consolidating was called off", where=self._checkpoint.where)
+                piece = buffer[: box.volume * item]
+                self._checkpoint.read(tensor.key, box, piece, tensor.rank)
+                yield piece
+
+
+def wholes(checkpoint: Checkpoint) -> Iterator[Tensor]:
+    """Parameters and buffers, each once. Of what ranks had for themselves the first one's that had all of it, if any."""
+    index, seen = checkpoint.index, set[str]()
+    for at, tensor in enumerate(index.tensors()):
+        if tensor.role in ROLES and tensor.key not in seen:
+            boxes = [chunk.box for chunk in index.chunks_at(at)] if tensor.rank is not None else []
+            if tensor.rank is None or not uncovered(Box.whole(tensor.shape), boxes):
+                seen.add(tensor.key)
+                yield tensor
+
+
+def _grouped(tensors: Sequence[Tensor], file_bytes: int) -> list[list[Tensor]]:
+    """By file; in each the widest elements first, so that all are aligned."""
+    files: list[list[Tensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if files[-1] and used + _nbytes(tensor) > file_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(tensor)
+        used += _nbytes(tensor)
+    return [sorted(file, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.key)) for file in files]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
