@@ -7,8 +7,9 @@ import json
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
+import msgspec
 import xxhash
 
 from ckptd.core.errors import CkptdError
@@ -17,10 +18,12 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist.index import Tensor
+from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX
 from ckptd.persist.names import CONSOLIDATED, DATA, MANIFEST, PART, WHOLE, file_stem, header_name, step_dir
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
-from ckptd.persist.storage.base import FULL, Storage, StorageError
+from ckptd.persist.storage.base import FULL, NotFound, Storage, StorageError, read_file
 from ckptd.persist.strided import slabs
+from ckptd.persist.verify import VerifyReport
 from ckptd.persist.whole_file import header
 from ckptd.wire.bulk import Pace, wait_turn
 
@@ -29,6 +32,24 @@ ROLES = ("param", "buffer")
 FILE_BYTES = 5_000_000_000  # of a file, as the Hub's are; no tensor is cut
 STEM, INDEX = "model", "model.safetensors.index.json"
 ROOM = 2  # times its bytes must be free: it is to cost no checkpoint its room
+AGAIN = "delete that folder and the file `whole` beside it: it is made anew from the checkpoint, which is another matter"
+
+
+class File(msgspec.Struct, frozen=True):
+    path: str
+    size: int
+    xxh3_128: str
+
+
+class Folder(msgspec.Struct, frozen=True):
+    """Its manifest. snapshot: epoch and step; of: the sum of that checkpoint's manifest; aliases: alias -> key."""
+
+    format: str
+    version: int
+    snapshot: dict[str, int]
+    of: str
+    aliases: dict[str, str]
+    files: list[File]
 
 
 def consolidate(
@@ -63,7 +84,7 @@ class _Run:
     def __init__(self, checkpoint: Checkpoint, attempt: str, pace: Pace | None, cancelled: threading.Event) -> None:
         self._checkpoint, self._attempt, self._storage = checkpoint, attempt, checkpoint.storage
         self._pace, self._cancelled = pace, cancelled
-        self._files: list[dict[str, object]] = []
+        self._files: list[File] = []
 
     def write(self, target: str, file_bytes: int) -> int:
         storage, groups = self._storage, _grouped([*wholes(self._checkpoint)], file_bytes)
@@ -79,13 +100,11 @@ class _Run:
             weights |= dict.fromkeys((header_name(tensor.key, None) for tensor in group), name)
         failpoint("persist.consolidate.written")
         manifest = self._checkpoint.manifest
-        told = {
-            "format": FORMAT, "version": VERSION, "snapshot": {"epoch": manifest.snapshot.epoch, "step": manifest.snapshot.step},
-            "of": manifest.xxh3_128, "aliases": manifest.aliases, "files": self._files,
-        }  # fmt: skip
-        beside = {MANIFEST: told, INDEX: {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}}
-        data = {name: json.dumps(text, indent=1).encode() + b"\n" for name, text in beside.items()}
-        if not storage.commit_if_absent(self._attempt, target, [str(file["path"]) for file in self._files], data):
+        snapshot = {"epoch": manifest.snapshot.epoch, "step": manifest.snapshot.step}
+        told = Folder(FORMAT, VERSION, snapshot, manifest.xxh3_128, dict(manifest.aliases), self._files)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        beside = {MANIFEST: msgspec.json.encode(told), INDEX: json.dumps(index, indent=1).encode()}
+        if not storage.commit_if_absent(self._attempt, target, [file.path for file in self._files], beside):
             storage.discard(self._attempt)  # another node was first
         return total
 
@@ -95,7 +114,7 @@ class _Run:
             for piece in self._pieces(tensors):
                 writer.write(piece)
                 running.update(piece)
-            self._files.append({"path": name, "size": writer.finish(), "xxh3_128": running.hexdigest()})
+            self._files.append(File(name, writer.finish(), running.hexdigest()))
         except BaseException:
             writer.abort()
             raise
@@ -139,3 +158,37 @@ def _grouped(tensors: Sequence[Tensor], file_bytes: int) -> list[list[Tensor]]:
 
 def _nbytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+
+
+def problems_in(storage: Storage, directory: str, report: VerifyReport) -> Iterator[str]:
+    """What is wrong with the folder of a checkpoint that has one, every byte looked at, which ``report`` counts."""
+    target = CONSOLIDATED
+    try:
+        place = storage.place(directory)
+        target = f"{place}/{CONSOLIDATED}" if place else CONSOLIDATED
+        folder = msgspec.json.decode(read_file(storage, f"{target}/{MANIFEST}", MANIFEST_BYTES_MAX), type=Folder)
+    except NotFound:
+        return
+    except (StorageError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        yield str(CkptdError(f"damaged manifest: {error}", where=storage.locate(target), hint=AGAIN))
+        return
+    for file in folder.files if folder.version <= VERSION else ():
+        where = storage.locate(f"{target}/{file.path}")
+        try:
+            found = _sum(storage, f"{target}/{file.path}", file.size, report)
+        except StorageError as error:
+            yield str(error)
+        else:
+            if found != file.xxh3_128:
+                yield str(CkptdError("bytes do not match their sum", where=where, hint=AGAIN))
+
+
+def _sum(storage: Storage, path: str, size: int, report: VerifyReport) -> str:
+    running, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(size, SEGMENT_BYTES)))
+    with closing(storage.open(path)) as reader:
+        for at in range(0, size, SEGMENT_BYTES):
+            part = buffer[: min(SEGMENT_BYTES, size - at)]
+            reader.read_into(at, part)
+            running.update(part)
+            report.bytes_read += len(part)
+        return running.hexdigest() if reader.size == size else f"{reader.size} bytes"

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import in_bucket, storage_root
+from ckptd.persist.consolidated import problems_in
 from ckptd.persist.names import DAMAGED, EPOCHS, MANIFEST, is_aside, is_job, place_of, step_dir
 from ckptd.persist.preflight import is_probe
 from ckptd.persist.reader import Checkpoint
@@ -61,6 +62,7 @@ def verify(text: str, progress: Progress | None = None) -> VerifyReport:
         if report.ok:
             with suppress(StorageError):
                 storage.unmark(directory, DAMAGED)
+    report.problems += problems_in(storage, directory, report)  # of what was made from it: it is none the worse for them
     return report
 
 

@@ -174,7 +174,8 @@ class _Pass:
         try:
             check(*args)
         except CkptdError as error:
-            self._report.problems.append(str(error))
+            if str(error) not in self._report.problems:  # one file that is away stops whatever lies in it
+                self._report.problems.append(str(error))
             self._report.damaged |= not isinstance(error, StorageError)
             if of is not None and of not in self._report.older and not isinstance(error, StorageError):
                 self._report.older.append(of)

@@ -20,6 +20,7 @@ from ckptd.core.policy import Policy
 from ckptd.persist.commits import list_commits, list_stored
 from ckptd.persist.consolidated import consolidate
 from ckptd.persist.names import CONSOLIDATED, KEEP, MANIFEST, WHOLE, epoch_dir, step_dir
+from ckptd.persist.opening import find_checkpoints, verify
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
 from ckptd.persist.storage.base import NotFound, Storage, StorageError, read_file
@@ -172,3 +173,23 @@ def test_damage_is_not_copied(tmp_path: Path, world: World) -> None:
         every(storage)
     assert WHOLE not in next(iter(storage.pointers(epoch_dir(JOB, 1)))).marks
     assert not (tmp_path / "root" / PLACE / CONSOLIDATED).exists()
+
+
+def test_damage_in_them_is_named_and_the_checkpoint_is_none_the_worse(tmp_path: Path, world: World) -> None:
+    storage = PosixStorage(str(tmp_path / "root"))
+    save(storage, world, STEP)
+    every(storage)
+    folder = tmp_path / "root" / PLACE / CONSOLIDATED
+    path = folder / "model.safetensors"
+    good = path.read_bytes()
+    for bad in (good[:-1] + bytes([good[-1] ^ 1]), good[:-1], good + b"more"):
+        path.write_bytes(bad)
+        report = verify(str(tmp_path / "root" / PLACE))
+        assert len(report.problems) == 1 and str(path) in report.problems[0] and not report.damaged
+        assert verify_at(storage, PLACE).problems == [], "retention counts on it"
+    path.write_bytes(good)
+    bare = verify(str((tmp_path / "root" / PLACE).rename(tmp_path / "bare")))
+    assert find_checkpoints(str(tmp_path / "bare")) == [str(tmp_path / "bare")]
+    assert bare.problems == [] and bare.bytes_read > len(good)
+    (tmp_path / "bare" / CONSOLIDATED / MANIFEST).write_bytes(b"{")
+    assert "damaged manifest" in verify(str(tmp_path / "bare")).problems[0]

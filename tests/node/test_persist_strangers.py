@@ -29,6 +29,7 @@ from ckptd.persist.sums import FileDamage
 from ckptd.persist.verify import verify_at
 from ckptd.recover.stored import is_away
 from tests.node.checkpoints import JOB, World, check_all, save, small_world
+from tests.object_server import ObjectServer
 
 STEPS = (10, 20, 30)
 
@@ -80,6 +81,15 @@ def test_a_sweep_takes_what_was_being_deleted_and_leaves_what_is_hidden(tmp_path
     assert storage.reveal(hidden) and [info.snapshot.step for info in list_commits(storage, JOB)] == [20, 30]
 
 
+def test_a_file_that_is_away_is_named_once(tmp_path: Path, world: World) -> None:
+    storage = PosixStorage(str(tmp_path / "root"))
+    fill(storage, world)
+    gone, *_ = sorted(Path(storage.locate(at(30))).glob("*.side"))
+    gone.unlink()
+    problems = verify_at(storage, at(30)).problems
+    assert problems and len(set(problems)) == len(problems)
+
+
 # --- a bucket -------------------------------------------------------------------------------------------------------
 def pointer(storage: ObjectStorage, step: int) -> bytes:
     return bytes(obstore.get(storage._store, f"{at(step)}.pointer").bytes())
@@ -100,6 +110,19 @@ def overwrite(storage: ObjectStorage, step: int, how: str) -> None:
 
 def everything(storage: ObjectStorage) -> dict[str, int]:
     return {meta["path"]: meta["size"] for page in obstore.list(storage._store) for meta in page if "clock" not in meta["path"]}
+
+
+def test_an_object_that_stops_lists_is_named_with_what_to_do(bucket: str, objects: ObjectServer, world: World) -> None:
+    fill(ObjectStorage(*bucket.removeprefix("s3://").split("/", 1)), world)
+    name, _, prefix = bucket.removeprefix("s3://").partition("/")
+    odd = f"{prefix}/{epoch_dir(JOB, 1)}//odd"
+    objects.client.put_object(Bucket=name, Key=odd, Body=b"")
+    storage = storage_at(bucket)
+    with pytest.raises(StorageError, match="//odd") as caught:
+        storage.discard(JOB)
+    assert "delete it" in caught.value.hint
+    objects.client.delete_object(Bucket=name, Key=odd)
+    assert [info.snapshot.step for info in list_commits(storage, JOB)] == [10, 20, 30]
 
 
 @pytest.mark.parametrize(

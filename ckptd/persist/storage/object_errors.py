@@ -22,6 +22,7 @@ _SKEW = "this node's clock and the store's differ by more than 15 minutes: set t
 _ROOM = "raise the bucket's quota, or keep fewer checkpoints if keep_last is above 1"
 _THROTTLED = "the store asks for fewer requests: spread jobs over more prefixes, or flush more rarely"
 _LACKS = "the store lacks what ckptd needs: conditional PUT, If-None-Match as well as If-Match, and multipart uploads"
+_ODD = "somebody has put an object there whose name has an empty or relative part (`a//b`, `a/../b`), which stops lists: delete it"
 _UNREACHABLE = "does AWS_ENDPOINT_URL answer from this node? ckptd goes on as soon as it does"
 
 # What the store's own code, or the status, means.
@@ -66,6 +67,8 @@ def store_error(error: Exception, what: str, where: str) -> StorageError:
         return StorageError(f"{what}: {text}", where=where, hint=_CREDENTIALS, errno=errno.EACCES)
     if not code and any(word in told.lower() for word in _NO_ANSWER):
         return StorageError(f"{what}: the store does not answer: {_short(told)}", where=where, hint=_UNREACHABLE, errno=AWAY)
+    if "path segment" in told:
+        return StorageError(f"{what}: {_short(told)}", where=where, hint=_ODD, errno=errno.EINVAL)
     number, hint = _KNOWN.get(code) or _KNOWN.get(status[1] if status else "") or (errno.EIO, "")
     text = f"{found[1]}: {found[2] or ''}".rstrip(": ") if found else _short(told)
     return StorageError(f"{what}: {text}", where=where, hint=hint, errno=number)
