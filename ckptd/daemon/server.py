@@ -160,8 +160,7 @@ class Daemon:
             work=work,
             sizing=_pool(SIZING_THREADS_MAX, "sizing"),
             disk=_pool(DISK_THREADS_MAX, "disk"), rereading=_pool(1, "read-back"),
-            consolidating=_pool(1, "consolidate"),
-            flush=_pool(FLUSH_THREADS_MAX, "flush"),
+            flush=_pool(FLUSH_THREADS_MAX, "flush"), consolidating=_pool(1, "consolidate"),
             forget_job=self._forget_job,
             forget_if_empty=self._forget_if_empty,
         )
