@@ -71,6 +71,7 @@ class Node:
         self._slots = self._looped = 0
         self.gone: set[str] = set()
         self._steps: dict[int, int] = {}  # rank -> newest step called
+        self._granted: list[tuple[int, int, int, int]] = []  # rank, slot, grant, step that is not called yet
         self._layouts: WeakValueDictionary[str, Layout] = WeakValueDictionary()
         self._worlds: dict[int, State] = {}  # by epoch
 
@@ -122,7 +123,7 @@ class Node:
         """A start of the job. Ranks of an earlier one are gone."""
         for rank in self._steps:
             self._event(ev.RankLeft(rank, False), now)
-        self.state, self.trains, self._steps = state, False, {}
+        self.state, self.trains, self._steps, self._granted = state, False, {}, []
         ranks, nodes = state.ranks(), state.members()
         for rank, node in enumerate(ranks):
             if node == self.name:
@@ -134,10 +135,14 @@ class Node:
         for rank in self._steps:
             self._steps[rank] = step
             self._event(ev.RankProgress(rank, step), now)
+        due = [granted for granted in self._granted if granted[3] <= step]
+        self._granted = [granted for granted in self._granted if granted[3] > step]
+        for granted in due:
+            self._later(LINK_S, "sealed", *granted)
 
     def _on_sealed(self, now: float, rank: int, slot: int, grant: int, step: int) -> None:
         if self._steps.get(rank, -1) < step:
-            self._later(LINK_S, "sealed", rank, slot, grant, step)
+            self._granted.append((rank, slot, grant, step))
             return
         self.sealed = step
         layout = self.state.layout(rank)
@@ -222,6 +227,7 @@ class Node:
         self._later(LINK_S, "sealed", do.rank, do.slot, do.grant, do.from_step)
 
     def _do_TakeBack(self, do: ins.TakeBack) -> None:  # noqa: N802
+        self._granted = [granted for granted in self._granted if granted[2] != do.grant]
         self._later(LINK_S, "event", ev.RankMissed(do.rank, do.grant, do.reason))
 
     def _do_TellLevel(self, do: ins.TellLevel) -> None:  # noqa: N802
