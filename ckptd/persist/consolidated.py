@@ -18,11 +18,12 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist.index import Tensor
-from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX
+from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX, read
 from ckptd.persist.names import CONSOLIDATED, DATA, MANIFEST, PART, WHOLE, file_stem, header_name, step_dir
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.storage.base import FULL, NotFound, Storage, StorageError, read_file
 from ckptd.persist.strided import slabs
+from ckptd.persist.sums import FileDamage
 from ckptd.persist.verify import VerifyReport
 from ckptd.persist.whole_file import header
 from ckptd.wire.bulk import Pace, wait_turn
@@ -72,10 +73,14 @@ def consolidate(
         if not storage.list(target):
             try:
                 done = _Run(checkpoint, attempt, pace, cancelled or threading.Event()).write(target, file_bytes)
-            except BaseException:
+            except BaseException as error:
                 with suppress(StorageError):
                     storage.discard(attempt)
-                raise
+                if not (isinstance(error, NotFound) and storage.list(target)):
+                    raise  # else another node was first, and has swept this attempt
+        for entry in storage.list(place):  # of other nodes, the dead among them: none of these can be committed any more
+            if entry.is_dir and entry.name.startswith(f"{CONSOLIDATED}.") and entry.name.endswith(PART):
+                storage.discard(f"{place}/{entry.name}")
         storage.mark(pointer, WHOLE, b"")
         return done
 
@@ -88,6 +93,9 @@ class _Run:
 
     def write(self, target: str, file_bytes: int) -> int:
         storage, groups = self._storage, _grouped([*wholes(self._checkpoint)], file_bytes)
+        if not groups[0]:
+            hint = "what was saved through torch.distributed.checkpoint has none that ckptd knows of: `ckptd export --to dcp`"
+            raise CkptdError("no parameters in it", where=self._checkpoint.where, hint=hint)
         total = sum(map(_nbytes, (tensor for group in groups for tensor in group)))
         if storage.free_bytes() < ROOM * total:
             text = f"no room to consolidate: {total} bytes, of which there is to be room for {ROOM} times as many"
@@ -101,9 +109,10 @@ class _Run:
         failpoint("persist.consolidate.written")
         manifest = self._checkpoint.manifest
         snapshot = {"epoch": manifest.snapshot.epoch, "step": manifest.snapshot.step}
-        told = Folder(FORMAT, VERSION, snapshot, manifest.xxh3_128, dict(manifest.aliases), self._files)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        beside = {MANIFEST: msgspec.json.encode(told), INDEX: json.dumps(index, indent=1).encode()}
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}, indent=1).encode()
+        files = [*self._files, File(INDEX, len(index), xxhash.xxh3_128_hexdigest(index))]
+        told = Folder(FORMAT, VERSION, snapshot, manifest.xxh3_128, dict(manifest.aliases), files)
+        beside = {MANIFEST: msgspec.json.encode(told), INDEX: index}
         if not storage.commit_if_absent(self._attempt, target, [file.path for file in self._files], beside):
             storage.discard(self._attempt)  # another node was first
         return total
@@ -162,22 +171,29 @@ def _nbytes(tensor: Tensor) -> int:
 
 def problems_in(storage: Storage, directory: str, report: VerifyReport) -> Iterator[str]:
     """What is wrong with the folder of a checkpoint that has one, every byte looked at, which ``report`` counts."""
-    target = CONSOLIDATED
+    target, checkpoint = CONSOLIDATED, storage.locate(directory)
     try:
+        of = read(storage, directory).manifest
         place = storage.place(directory)
         target = f"{place}/{CONSOLIDATED}" if place else CONSOLIDATED
         folder = msgspec.json.decode(read_file(storage, f"{target}/{MANIFEST}", MANIFEST_BYTES_MAX), type=Folder)
     except NotFound:
+        if any(entry.name in (WHOLE, CONSOLIDATED) for entry in storage.list(directory)):
+            yield str(CkptdError(f"{CONSOLIDATED}/ is not there, or has no manifest", where=checkpoint, hint=AGAIN))
         return
+    except FileDamage:
+        return  # the checkpoint's own, which was told
     except (StorageError, msgspec.DecodeError, UnicodeDecodeError) as error:
         yield str(CkptdError(f"damaged manifest: {error}", where=storage.locate(target), hint=AGAIN))
         return
+    if folder.version <= VERSION and (folder.of, folder.aliases) != (of.xxh3_128, dict(of.aliases)):
+        yield str(CkptdError("it was made from another checkpoint", where=storage.locate(target), hint=AGAIN))
     for file in folder.files if folder.version <= VERSION else ():
         where = storage.locate(f"{target}/{file.path}")
         try:
             found = _sum(storage, f"{target}/{file.path}", file.size, report)
         except StorageError as error:
-            yield str(error)
+            yield str(CkptdError(error.what, where=where, hint=AGAIN))
         else:
             if found != file.xxh3_128:
                 yield str(CkptdError("bytes do not match their sum", where=where, hint=AGAIN))

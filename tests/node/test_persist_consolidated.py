@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,9 @@ from safetensors.torch import load_file
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.layout import UNIQUE
+from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.persist.commits import list_commits, list_stored
 from ckptd.persist.consolidated import consolidate
 from ckptd.persist.names import CONSOLIDATED, KEEP, MANIFEST, WHOLE, epoch_dir, step_dir
@@ -28,7 +32,7 @@ from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.verify import verify_at
-from tests.node.checkpoints import JOB, World, check_all, save, small_world
+from tests.node.checkpoints import JOB, World, check_all, make_world, save, small_world
 
 STEP, NEXT = SnapshotId(1, 10), SnapshotId(1, 20)
 PLACE = step_dir(JOB, STEP)
@@ -60,17 +64,19 @@ def loaded(storage: Storage, to: Path) -> dict[str, torch.Tensor]:
     told = json.loads(read_file(storage, f"{folder}/{MANIFEST}", MAX_BYTES))
     to.mkdir()
     found: dict[str, torch.Tensor] = {}
-    for file in told["files"]:
+    *files, index = told["files"]
+    assert index["path"] == "model.safetensors.index.json"
+    for file in files:
         data = read_file(storage, f"{folder}/{file['path']}", MAX_BYTES)
         assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (file["size"], file["xxh3_128"])
         (to / file["path"]).write_bytes(data)
         assert not found.keys() & load_file(to / file["path"]).keys()
         found |= load_file(to / file["path"])
-    index = json.loads(read_file(storage, f"{folder}/model.safetensors.index.json", MAX_BYTES))
-    for name, file in index["weight_map"].items():
+    weights = json.loads(read_file(storage, f"{folder}/model.safetensors.index.json", MAX_BYTES))
+    for name, file in weights["weight_map"].items():
         with safe_open(to / file, framework="pt") as reader:
             assert name in reader.keys()  # noqa: SIM118
-    assert index["weight_map"].keys() == found.keys()
+    assert weights["weight_map"].keys() == found.keys()
     return found
 
 
@@ -146,7 +152,7 @@ def test_of_two_nodes_one_is_first(storage: Storage, world: World, tmp_path: Pat
             every(storage, node="n1")
 
     monkeypatch.setattr(f"{module}.failpoint", meanwhile)
-    every(storage)
+    assert every(storage) == 0
     assert len(calls) == 2
     check(loaded(storage, tmp_path / "found"), world)
     names = [entry.name for entry in storage.list(storage.place(PLACE)) if entry.name.startswith(CONSOLIDATED)]
@@ -191,5 +197,43 @@ def test_damage_in_them_is_named_and_the_checkpoint_is_none_the_worse(tmp_path: 
     bare = verify(str((tmp_path / "root" / PLACE).rename(tmp_path / "bare")))
     assert find_checkpoints(str(tmp_path / "bare")) == [str(tmp_path / "bare")]
     assert bare.problems == [] and bare.bytes_read > len(good)
-    (tmp_path / "bare" / CONSOLIDATED / MANIFEST).write_bytes(b"{")
-    assert "damaged manifest" in verify(str(tmp_path / "bare")).problems[0]
+    folder = tmp_path / "bare" / CONSOLIDATED
+    told = (folder / MANIFEST).read_bytes()
+    spoilt = {
+        "damaged manifest": partial((folder / MANIFEST).write_bytes, b"{"),
+        "no manifest": (folder / MANIFEST).unlink,
+        "another checkpoint": partial((folder / MANIFEST).write_bytes, told.replace(b'"of":"', b'"of":"0')),
+        "missing": partial((folder / "model.safetensors.index.json").write_bytes, b"{}"),
+        "no such": (folder / "model.safetensors.index.json").unlink,
+        "is not there": partial(shutil.rmtree, folder),
+    }
+    for what, spoil in spoilt.items():
+        spoil()
+        (problem,) = verify(str(tmp_path / "bare")).problems
+        assert what in problem.lower() and "delete that folder" in problem, problem
+        if folder.exists():
+            (folder / MANIFEST).write_bytes(told)
+    (tmp_path / "bare" / WHOLE).unlink()
+    assert verify(str(tmp_path / "bare")).ok
+
+
+def test_what_another_node_left_goes_when_it_is_made(storage: Storage, world: World) -> None:
+    """It lay there for good, as the checkpoint did, and as large as the model."""
+    place = storage.place(PLACE)
+    storage.begin(f"{place}/{CONSOLIDATED}.n9.part")
+    writer = storage.put(f"{place}/{CONSOLIDATED}.n9.part/model.safetensors")
+    writer.write(b"half")
+    writer.finish()
+    every(storage)
+    names = [entry.name for entry in storage.list(place) if entry.name.startswith(CONSOLIDATED)]
+    assert names == [CONSOLIDATED]
+
+
+def test_a_checkpoint_without_parameters_gets_none_and_says_so(tmp_path: Path) -> None:
+    """As DCP's writer makes them: an empty folder was called consolidated."""
+    storage = PosixStorage(str(tmp_path / "root"))
+    save(storage, make_world({0: [LayoutItem("model.weight", "F32", (4,), Box.whole((4,)), "extra", UNIQUE, 1)]}), STEP)
+    with pytest.raises(CkptdError, match="no parameters"):
+        every(storage)
+    assert retain(storage, JOB, Policy(keep_every_steps=10)).lasting == [STEP]
+    assert not (tmp_path / "root" / PLACE / CONSOLIDATED).exists()
