@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.events import REFUSED_AT_ONCE
 from ckptd.core.protocol.machine.capture import LATE
-from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.context import Context, ranks_by_node
 from ckptd.core.protocol.machine.steward.margin import Margin
 from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
@@ -59,6 +59,7 @@ class Grants:
         self.refused: Missed | None = None  # the newest grant that a rank could not even take; None once all took one
         self._exact, self._exact_at = -1, 0.0  # newest grant for a rank that waits, and when
         self._full_since: float | None = None  # every rank trains, and one of them has no slot for a grant
+        self._by_node: tuple[EpochRecord | None, dict[str, tuple[int, ...]]] = None, {}
 
     def clear(self) -> None:
         self.open.clear()
@@ -327,8 +328,6 @@ class Grants:
 
     def _ranks_of(self, node: str) -> set[int]:
         record = self._ctx.record
-        return (
-            {rank for rank, where in enumerate(record.ranks) if where == node}
-            if record is not None
-            else set()
-        )
+        if record is not None and record is not self._by_node[0]:  # to tell that it is equal takes as long as to look
+            self._by_node = record, ranks_by_node(record)
+        return set(self._by_node[1].get(node, ())) if record is not None else set()
