@@ -40,7 +40,7 @@ from ckptd_client.releasing import Releasing
 from ckptd_client.rendezvous import NoDaemon
 from ckptd_client.restore import Outcome, Restore, current_state
 from ckptd_client.rules import Own
-from ckptd_client.session import Session
+from ckptd_client.session import JOINING, READY, Session
 from ckptd_client.snapshots import Snapshots
 from ckptd_client.steering import Steering
 from ckptd_client.stepclock import CALLS
@@ -402,7 +402,8 @@ class Client(Registering, Explicit, Releasing):
         ask = wire.WaitFor(handle.step, handle.grant, level)
         if handle.taken:
             session.link.send(ask)
-        session.wait(lambda: not handle.taken or reached(handle.fact, level, session.attainable), deadline, again=ask)
+        over = lambda: not handle.taken or handle.left or reached(handle.fact, level, session.attainable)  # noqa: E731
+        session.wait(over, deadline, again=ask)
         return handle.status
 
     def _ended(self, level: str, handle: Handle | None, status: str, more: str = "") -> str:
@@ -412,7 +413,7 @@ class Client(Registering, Explicit, Releasing):
         if over or reached(found, self._attainable(level), self._session.attainable):
             return status
         step = f"step {handle.step} is " if handle is not None else ""
-        if handle is not None and status.startswith("skipped"):
+        if handle is not None and status.startswith("skipped") and self._session.phase in (JOINING, READY):
             more = f"; snapshot({handle.step}, must=True) waits for its turn"
         if self._session.link.up:
             self._troubles.pass_on(f"wait({level!r}) ended otherwise: {step}{status}{more}", "")

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckptd.wire.rank import Level
+from ckptd.wire.rank import AskHealth, Level, WaitFor
+
+if TYPE_CHECKING:
+    from ckptd_client.link import Link
 
 HANDLES_KEPT_MAX = 256
+SILENT_AFTER_S = 15.0  # a daemon that answers no question, or is away, for this long is not waited for
+ASK_EVERY_S = 2.0  # a daemon that says nothing is asked for a word, and in a wait for what is waited for
 STEP_MAX = 1 << 53  # what JSON holds exactly
 LEVELS = ("sealed", "protected", "durable")
+ASKED_AT_ONCE = 16  # as many as the daemon remembers
+HELD = ("captured", "sealed", "protected")  # begin what is said of snapshots that are in memory alone
 RELEASED = "released: a newer snapshot took its place"
 NOT_SAVED = "not saved"  # begins the reason of a rank that will not take part in this step, however often it is tried
 BEHIND = "granted behind one that is void"  # begins a reason that is another step's
@@ -62,15 +70,17 @@ class Outgrown(Skip):
 @dataclass(eq=False)
 class Handle:
     """``status``: capturing, captured, sealed, protected, durable; "released: ..." when a newer one has its memory; "unreachable:
-    ..." with the last level but durable while the daemon is away; or "skipped: ...", "void: ...", "failed: ..."."""
+    ..." and "superseded: ..." with the last level but durable while the daemon is away or silent, and when its epoch is over; or
+    "skipped: ...", "void: ...", "failed: ..."."""
 
     step: int
     _status: str
     _wait: Callable[[Handle, str, float | None], str]
     grant: int = 0  # under which it was captured
     slot: int = -1  # into which
-    away: Callable[[], bool] = lambda: False  # has the daemon been away for long?
+    away: Callable[[Handle], bool] = lambda handle: False  # has the daemon been away for long, or not said what it knows of this?
     released: bool = False  # its slot is another snapshot's now
+    left: bool = False  # its epoch is over
     _told: Level | None = None
     _best: int = -1  # highest level so far
     _later: Handle | None = None  # of the same step, captured by a wait after this one was void
@@ -79,14 +89,16 @@ class Handle:
     def status(self) -> str:
         if self._later is not None:
             return self._later.status
-        told = self._told
-        if told is None or told.void or told.durable or told.level < 0:
-            return self._status if told is None else describe(told)
+        told, text = self._told, self._status
+        if told is not None:
+            fell = told.level == 0 < self._best and not (told.void or told.durable)
+            text = f"protected 0/{told.wanted}, degraded" if fell else describe(told)
+        if not text.startswith(HELD):
+            return text
         if self.released:
             return RELEASED
-        degraded = f"protected 0/{told.wanted}, degraded" if told.level == 0 < self._best else ""
-        text = degraded or describe(told)
-        return f"unreachable: {text}, as far as the daemon had said" if self.away() else text
+        why = "superseded" if self.left else "unreachable" if self.away(self) else ""
+        return f"{why}: {text}, as far as the daemon had said" if why else text
 
     @property
     def fact(self) -> Level | None:
@@ -124,6 +136,33 @@ class Handles:
 
     def __init__(self) -> None:
         self._by_step: dict[int, Handle] = {}
+        self._doubted: dict[int, Handle] = {}  # by step: those of which the daemon that is here now has said nothing yet
+        self._back_at = self._asked_at = 0.0  # since when that one is here; when it was asked of them
+
+    def doubt(self) -> None:
+        """The daemon was away: what became of those that are not durable it may not know, or not say by itself."""
+        self._back_at = time.monotonic()
+        open_ = {step: handle for step, handle in self._by_step.items() if handle.taken and handle.grant}
+        self._doubted = {step: handle for step, handle in open_.items() if handle.fact is None or not handle.fact.durable}
+
+    def ask(self, link: Link) -> None:
+        """What became of them, each ASK_EVERY_S until it says so."""
+        now = time.monotonic()
+        if self._doubted and now - self._asked_at > ASK_EVERY_S:
+            self._asked_at = now
+            for step in [*self._doubted][:ASKED_AT_ONCE]:
+                handle = self._doubted[step] = self._doubted.pop(step)  # the others first, next time
+                link.send_or_drop(WaitFor(step, handle.grant, "sealed"))
+
+    def is_unsure(self, handle: Handle, link: Link, lost_at: float) -> bool:
+        """Have the daemon's words of this one been no facts for longer than a daemon takes to start again? One that says nothing is
+        asked for a word."""
+        now = time.monotonic()
+        if link.up and now - link.heard_at > ASK_EVERY_S and not link.quiet_s:
+            link.send_or_drop(AskHealth(0))
+        self.ask(link)
+        unsaid_since = self._back_at if self._doubted.get(handle.step) is handle else now
+        return now - min(lost_at or now, unsaid_since, now - link.quiet_s) > SILENT_AFTER_S
 
     def follow(self, handle: Handle) -> None:
         self._by_step[handle.step] = handle
@@ -141,11 +180,14 @@ class Handles:
 
     def hear(self, handle: Handle, message: Level) -> bool:
         """Is this about what the handle is of, and news?"""
+        if handle.grant == message.grant:
+            self._doubted.pop(message.step, None)
         if handle.grant != message.grant or not handle.taken:
             # Another rank here has taken that step under another grant, or we had; or why it will not be has been said, and who is
             # asked later knows only that nobody holds it.
             return False
-        if message.void and reached(handle.fact, "sealed", 0) and handle.step < self._newest():
+        outdone = reached(handle.fact, "sealed", 0) and handle.step < self._newest()
+        if message.void == RELEASED or (message.void and outdone):
             handle.released = True  # nor does a daemon that began anew since know that it was there
             return False
         handle.told(message)
@@ -155,7 +197,11 @@ class Handles:
         return max((step for step, handle in self._by_step.items() if reached(handle.fact, "sealed", 0)), default=-1)
 
     def clear(self) -> None:
+        """Nobody is told any more what becomes of them."""
+        for handle in self._by_step.values():
+            handle.left = True
         self._by_step.clear()
+        self._doubted.clear()
 
 
 def step_of(step: Any) -> int:

@@ -22,7 +22,7 @@ from ckptd_client import fence
 from ckptd_client.accelerator import Accelerator
 from ckptd_client.cold import Cold
 from ckptd_client.grants import Grant, Grants
-from ckptd_client.handles import Handle, Handles, newest_of
+from ckptd_client.handles import ASK_EVERY_S, SILENT_AFTER_S, Handle, Handles, newest_of
 from ckptd_client.link import Link, close_all
 from ckptd_client.segments import Segments, SlotView
 from ckptd_client.stepclock import StepClock
@@ -31,9 +31,7 @@ from ckptd_client.world import World
 
 LEVELS_KEPT_MAX = 1024  # steps whose level is remembered
 LAYOUTS_KNOWN_MAX = 8  # of the newest that were sent; the daemon remembers twice as many of a rank
-SILENT_AFTER_S = 15.0  # a daemon that answers no question, or is away, for this long is not waited for
-RESTORE_SILENT_AFTER_S = 60.0  # the same while it restores: it may be busy
-ASK_EVERY_S = 2.0
+RESTORE_SILENT_AFTER_S = 60.0  # SILENT_AFTER_S of a daemon that restores: it may be busy
 LOST_HINT = "start the job again: a daemon that its keeper or systemd starts again finds its memory; its log says why it ended"
 
 GRANTED_AHEAD, TAKEN_BACK = "granted ahead", "taken back"
@@ -155,9 +153,9 @@ class Session:
             self.changed.wait_for(lambda: self.link.up or self.link.refused is not None, timeout_s)
         return self.link.up
 
-    def is_away(self) -> bool:
-        """For longer than a daemon takes to start again?"""
-        return bool(self._lost_at) and time.monotonic() - self._lost_at > SILENT_AFTER_S
+    def is_away(self, handle: Handle) -> bool:
+        with self.changed:
+            return self._handles.is_unsure(handle, self.link, self._lost_at)
 
     def wait_back(self, deadline: float) -> None:
         """For a daemon that was lost a moment ago, and may be starting again; not for one that stays away (P5)."""
@@ -236,7 +234,10 @@ class Session:
 
     def _taken_in(self) -> None:
         """Ready says so, and so does a grant: a daemon that has lost the running epoch and hears of it again says no Ready."""
-        self._lost_at = 0.0
+        if self._lost_at:
+            self._lost_at = 0.0
+            self._handles.doubt()
+        self._handles.ask(self.link)
         self.troubles.clear("join", "superseded")
 
     def _granted(self, message: wire.GrantSlot, fds: list[int]) -> None:
@@ -281,6 +282,7 @@ class Session:
         if message.epoch >= self.epoch:  # equal: somebody else joined as this rank
             self.phase = SUPERSEDED
             self.grants.clear()
+            self._handles.clear()
             if self.restoring:
                 self._inbox.append((wire.Failed("superseded", "a newer start of the job joined in this rank's place"), b"", []))
             self.troubles.report("superseded", f"epoch {message.epoch} of this job was opened elsewhere; no more snapshots")
@@ -382,6 +384,7 @@ class Session:
                 self._expire()
                 self._before = self._before if self.grants.took(self.called) else self.called
             self.called, self._optimizer_steps = step, optimizer_steps
+            self._handles.ask(self.link)
         if self.phase == READY:  # else it hears of it when this rank is
             self.link.send_or_drop(wire.Called(step, asks, *self.clock.report()))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptd_client import Client, handles, session
+from ckptd_client import Client, handles
 from ckptd_client.capture import INTERRUPTED, Engine
 from ckptd_client.copying import Copy
 from ckptd_client.gradients import Accumulation
@@ -305,7 +305,7 @@ def test_a_level_is_not_called_a_fact_while_the_daemon_is_away(tmp_path: Path, m
         daemon.stop()
         until(lambda: not client._session.link.up)
         assert sealed.status == "sealed", "it may be starting again"
-        monkeypatch.setattr(session, "SILENT_AFTER_S", 0.0)
+        monkeypatch.setattr(handles, "SILENT_AFTER_S", 0.0)
         assert sealed.status == sealed.wait("sealed", 1) == "unreachable: sealed, as far as the daemon had said"
         assert durable.status == "durable"
 
