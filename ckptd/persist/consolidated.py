@@ -13,7 +13,6 @@ import msgspec
 import xxhash
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.state_map.dtypes import ITEMSIZE
@@ -106,7 +105,6 @@ class _Run:
             name = f"{STEM}-{number:05d}-of-{len(groups):05d}{DATA}" if len(groups) > 1 else f"{STEM}{DATA}"
             self._file(name, group)
             weights |= dict.fromkeys((header_name(tensor.key, None) for tensor in group), name)
-        failpoint("persist.consolidate.written")
         manifest = self._checkpoint.manifest
         snapshot = {"epoch": manifest.snapshot.epoch, "step": manifest.snapshot.step}
         index = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}, indent=1).encode()

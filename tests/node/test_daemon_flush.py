@@ -220,7 +220,7 @@ async def test_a_pass_after_the_grace_is_on_behalf_of_the_newest_epoch(tmp_path:
     monkeypatch.setattr(retention, "AGAIN_S", 0.3)
     async with rig(storage_root=tmp_path) as house:
         before, newest = epoch_record(1), epoch_record(2)
-        made = retention.Retention(house.daemon.services, "0/other", set(), 2, lambda writer: False)
+        made = retention.Retention(house.daemon.services, "0/other", set(), 2, lambda writer: False, lambda lasting: None)
         made.begin(before)
         again = await eventually(lambda: made._again)
         made.begin(before)

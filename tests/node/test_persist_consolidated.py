@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from ckptd.core.policy import Policy
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem
+from ckptd.persist import consolidated
 from ckptd.persist.commits import list_commits, list_stored
 from ckptd.persist.consolidated import consolidate
+from ckptd.persist.index import Tensor
 from ckptd.persist.names import CONSOLIDATED, KEEP, MANIFEST, WHOLE, epoch_dir, step_dir
 from ckptd.persist.opening import find_checkpoints, verify
 from ckptd.persist.reader import Checkpoint
@@ -143,15 +146,16 @@ def test_what_was_called_off_leaves_nothing_and_begins_anew(storage: Storage, wo
 
 def test_of_two_nodes_one_is_first(storage: Storage, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A steward that stood still, and its successor."""
-    module = "ckptd.persist.consolidated"
     calls: list[str] = []
+    write = consolidated._Run._file
 
-    def meanwhile(name: str) -> None:
+    def meanwhile(run: consolidated._Run, name: str, tensors: Sequence[Tensor]) -> None:
+        write(run, name, tensors)
         calls.append(name)
         if len(calls) == 1:
-            every(storage, node="n1")
+            assert every(storage, node="n1") > 0
 
-    monkeypatch.setattr(f"{module}.failpoint", meanwhile)
+    monkeypatch.setattr(consolidated._Run, "_file", meanwhile)
     assert every(storage) == 0
     assert len(calls) == 2
     check(loaded(storage, tmp_path / "found"), world)
