@@ -186,12 +186,20 @@ class Handles:
             # Another rank here has taken that step under another grant, or we had; or why it will not be has been said, and who is
             # asked later knows only that nobody holds it.
             return False
-        outdone = reached(handle.fact, "sealed", 0) and handle.step < self._newest()
-        if message.void == RELEASED or (message.void and outdone):
+        sealed, newest = reached(handle.fact, "sealed", 0), self._newest()
+        if message.void and sealed and handle.step >= newest and self._open_after(handle):
+            self._doubted[handle.step] = handle  # it may have made room for one of which nothing has been heard yet
+            return False
+        if message.void == RELEASED or (message.void and sealed and handle.step < newest):
             handle.released = True  # nor does a daemon that began anew since know that it was there
             return False
         handle.told(message)
         return True
+
+    def _open_after(self, handle: Handle) -> bool:
+        """Is there a newer one of which nobody has said yet what becomes of it?"""
+        later = (other for step, other in self._by_step.items() if step > handle.step)
+        return any(other.taken and not reached(other.fact, "sealed", 0) for other in later)
 
     def _newest(self) -> int:
         return max((step for step, handle in self._by_step.items() if reached(handle.fact, "sealed", 0)), default=-1)

@@ -325,3 +325,21 @@ def test_who_has_forgotten_what_was_released_does_not_make_it_void(tmp_path: Pat
         assert made[0].status == handles.RELEASED
         assert list(client.health().facts["lost"]) == ["void: no memory holds any of it"]
         assert client.health().facts["lost"]["void: no memory holds any of it"]["count"] == 1
+
+
+@pytest.mark.parametrize("newer_is_sealed", [True, False])
+def test_who_may_have_been_released_for_one_that_was_not_heard_of_is_not_void(newer_is_sealed: bool) -> None:
+    """P2: the daemon died before it could say that the newer one is sealed; asked for the older one its steward held none of it."""
+    books, made = handles.Handles(), {step: Handle(step, "captured", lambda *_: "", grant=step) for step in (1, 2)}
+    for handle in made.values():
+        books.follow(handle)
+
+    def hear(step: int, level: int, void: str = "") -> bool:
+        return books.hear(made[step], wire.Level(1, step, step, level, 1, False, void))
+
+    assert hear(1, 0)
+    books.doubt()
+    assert not hear(1, -1, "nobody holds it") and made[1].status == "sealed"
+    assert hear(2, *((0,) if newer_is_sealed else (-1, "it was not sealed")))
+    assert hear(1, -1, "nobody holds it") is not newer_is_sealed
+    assert made[1].status == (handles.RELEASED if newer_is_sealed else "void: nobody holds it")
