@@ -82,7 +82,7 @@ class Handle:
     released: bool = False  # its slot is another snapshot's now
     left: bool = False  # its epoch is over
     _told: Level | None = None
-    _best: int = -1  # highest level so far
+    best: int = -1  # highest level so far: what was sealed once and is nowhere was released, or lost
     _later: Handle | None = None  # of the same step, captured by a wait after this one was void
 
     @property
@@ -91,7 +91,7 @@ class Handle:
             return self._later.status
         told, text = self._told, self._status
         if told is not None:
-            fell = told.level == 0 < self._best and not (told.void or told.durable)
+            fell = told.level == 0 < self.best and not (told.void or told.durable)
             text = f"protected 0/{told.wanted}, degraded" if fell else describe(told)
         if not text.startswith(HELD):
             return text
@@ -124,7 +124,7 @@ class Handle:
         self._later = later
 
     def told(self, level: Level) -> None:
-        self._best = max(self._best, level.level)
+        self.best = max(self.best, 0 if level.durable else level.level)
         self._told = level
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class Handles:
             # Another rank here has taken that step under another grant, or we had; or why it will not be has been said, and who is
             # asked later knows only that nobody holds it.
             return False
-        sealed, newest = reached(handle.fact, "sealed", 0), self._newest()
+        sealed, newest = handle.best >= 0, self._newest()
         if message.void and sealed and handle.step >= newest and self._open_after(handle):
             self._doubted[handle.step] = handle  # it may have made room for one of which nothing has been heard yet
             return False
@@ -199,10 +199,10 @@ class Handles:
     def _open_after(self, handle: Handle) -> bool:
         """Is there a newer one of which nobody has said yet what becomes of it?"""
         later = (other for step, other in self._by_step.items() if step > handle.step)
-        return any(other.taken and not reached(other.fact, "sealed", 0) for other in later)
+        return any(other.taken and other.best < 0 for other in later)
 
     def _newest(self) -> int:
-        return max((step for step, handle in self._by_step.items() if reached(handle.fact, "sealed", 0)), default=-1)
+        return max((step for step, handle in self._by_step.items() if handle.best >= 0), default=-1)
 
     def clear(self) -> None:
         """Nobody is told any more what becomes of them."""

@@ -340,6 +340,7 @@ def test_who_may_have_been_released_for_one_that_was_not_heard_of_is_not_void(ne
     assert hear(1, 0)
     books.doubt()
     assert not hear(1, -1, "nobody holds it") and made[1].status == "sealed"
+    assert hear(1, -1)  # a steward that has not seen all of it yet
     assert hear(2, *((0,) if newer_is_sealed else (-1, "it was not sealed")))
     assert hear(1, -1, "nobody holds it") is not newer_is_sealed
     assert made[1].status == (handles.RELEASED if newer_is_sealed else "void: nobody holds it")
