@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.core.state_map.box import Box, uncovered
+from ckptd.core.state_map.box import Box
 from ckptd.export.source import Entry
 from ckptd.persist.reader import Checkpoint
 
@@ -16,17 +16,8 @@ class Durable:
         self.objects, self.aliases = {ref.name for ref in manifest.objects}, manifest.aliases
 
     def tensors(self) -> list[Entry]:
-        found: dict[str, Entry] = {}
-        index = self._checkpoint.index
-        for at, tensor in enumerate(index.tensors()):
-            known = found.get(tensor.key)
-            if known is not None and known.whole:
-                continue
-            boxes = [chunk.box for chunk in index.chunks_at(at)] if tensor.rank is not None else []
-            whole = tensor.rank is None or not uncovered(Box.whole(tensor.shape), boxes)
-            if known is None or whole:
-                found[tensor.key] = Entry(tensor.key, tensor.dtype, tensor.shape, tensor.role, tensor.rank, whole)
-        return list(found.values())
+        found = self._checkpoint.index.once().values()
+        return [Entry(tensor.key, tensor.dtype, tensor.shape, tensor.role, tensor.rank, whole) for tensor, whole in found]
 
     def blobs(self, name: str) -> bytes | dict[int, bytes]:
         manifest, files = self._checkpoint.manifest, self._checkpoint.files

@@ -161,11 +161,12 @@ def _form(contents: Contents, request: Request) -> Form:
         from ckptd.export.deepspeed import UniversalTree
 
         return UniversalTree(contents, request.zero)
-    from ckptd.export.hub import SHARD_BYTES, Folder, names_of
+    from ckptd.export.hub import Folder, names_of
+    from ckptd.persist.whole_file import FILE_BYTES
 
     config_dir = Path(local_root(request.hf_config)).absolute() if request.hf_config is not None else None
     try:
-        shard_bytes = parse_bytes(request.shard_size) if request.shard_size is not None else SHARD_BYTES
+        shard_bytes = parse_bytes(request.shard_size) if request.shard_size is not None else FILE_BYTES
     except ValueError as error:
         raise CkptdError(str(error), where="--shard-size") from error
     return Folder(contents, names_of(request.titan, request.as_is, config_dir), config_dir, shard_bytes)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,35 +15,19 @@ from torch import Tensor
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
-from ckptd.core.state_map.dtypes import FLOATS, ITEMSIZE
+from ckptd.core.state_map.dtypes import FLOATS
 from ckptd.export.contents import Contents
 from ckptd.export.hub_names import CONFIG, AsIs, Group, Names, Titan, Transformers
 from ckptd.export.peft_names import ADAPTER_CONFIG, Peft
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored, bytes_of
-from ckptd.persist.whole_file import header
+from ckptd.persist.whole_file import INDEX, STEM, Whole, files_of, header, index_of
 
-SHARD_BYTES = 5_000_000_000  # of a file, as the Hub's are
-INDEX = "model.safetensors.index.json"
 # Beside weights and config; no code, which a reader would have to trust.
 COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "chat_template*", "*processor_config.json",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A tensor of the folder, and what it is made of."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    group: Group
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 def names_of(titan: str | None, as_is: bool, config_dir: Path | None) -> Names:
@@ -86,7 +67,9 @@ class Folder:
         twice = [name for name, count in Counter(whole.name for whole in wholes).items() if count > 1]
         if twice:
             raise CkptdError(f"two tensors would be {', '.join(twice[:5])}", where="--to hf", hint="--only leaves one of them out")
-        self.shards = _shards(wholes, shard_bytes, names.stem)
+        self.shards = files_of(wholes, shard_bytes, names.stem)
+        if len(self.shards) > 1 and names.stem != STEM:
+            raise CkptdError("an adapter is one file", where="--shard-size", hint="more, or none")
         self.nbytes = sum(whole.nbytes for whole in wholes)
         self.tensors = len(wholes)
         sizes = Counter[str]()
@@ -95,7 +78,7 @@ class Folder:
         widest = max(sizes, key=lambda name: sizes[name], default="F32")
         self.dtype = str(TORCH[widest]).removeprefix("torch.")
 
-    def _made_of(self, group: Group) -> Iterator[Whole]:
+    def _made_of(self, group: Group) -> Iterator[Whole[Group]]:
         if group.convert is None:
             stored = self._entries[group.names[0]]
             yield Whole(group.renamed, stored.to, stored.shape, group)
@@ -109,22 +92,20 @@ class Folder:
 
     def write(self, staging: Staging) -> None:
         """File by file the frames, then group by group what is in them: a group is read once, and held alone."""
-        places: dict[Group, list[tuple[Path, str, int, Whole]]] = {}
+        places: dict[Group, list[tuple[Path, str, int, Whole[Group]]]] = {}
         for file, wholes in self.shards.items():
-            head = header([(whole.name, whole.dtype, whole.shape) for whole in wholes])
+            head = header(wholes)
             path = staging.file(file, partial(_frame, head=head, wholes=wholes))
             at = len(head)
             for whole in wholes:
-                places.setdefault(whole.group, []).append((path, file, at, whole))
+                places.setdefault(whole.of, []).append((path, file, at, whole))
                 at += whole.nbytes
         for group in self.groups:
             converted = cache(partial(self._converted, group))
             for path, file, at, whole in places.get(group, ()):
                 staging.region(path, file, at, whole.nbytes, partial(self._pieces, whole, converted))
         if len(self.shards) > 1:
-            weights = {whole.name: file for file, wholes in self.shards.items() for whole in wholes}
-            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
-            (staging.content / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (staging.content / INDEX).write_bytes(index_of(self.shards))
         if self._config_dir is not None:
             self._copy_config(staging.content, self._config_dir)
 
@@ -136,9 +117,9 @@ class Folder:
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
 
-    def _pieces(self, whole: Whole, converted: Any) -> Iterator[memoryview]:
-        if whole.group.convert is None:
-            yield from self._entries[whole.group.names[0]].pieces(self._checkpoint)
+    def _pieces(self, whole: Whole[Group], converted: Any) -> Iterator[memoryview]:
+        if whole.of.convert is None:
+            yield from self._entries[whole.of.names[0]].pieces(self._checkpoint)
         elif whole.nbytes:
             yield bytes_of(converted()[whole.name])
 
@@ -158,28 +139,7 @@ def _once(entries: Mapping[str, Stored], contents: Contents) -> dict[str, Stored
     return {name: stored for stored, name in found.items()}
 
 
-def _shards(wholes: Sequence[Whole], shard_bytes: int, stem: str) -> dict[str, list[Whole]]:
-    """File -> its tensors, widest elements first, so that all are aligned. No tensor is cut. Raises CkptdError."""
-    files: list[list[Whole]] = [[]]
-    used = 0
-    for whole in wholes:
-        if files[-1] and used + whole.nbytes > shard_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(whole)
-        used += whole.nbytes
-    if len(files) == 1:
-        names = [f"{stem}.safetensors"]
-    elif stem != "model":
-        raise CkptdError("an adapter is one file", where="--shard-size", hint="more, or none")
-    else:
-        names = [f"{stem}-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    for file in files:
-        file.sort(key=lambda whole: (-ITEMSIZE[whole.dtype], whole.name))
-    return dict(zip(names, files, strict=True))
-
-
-def _frame(path: Path, head: bytes, wholes: Sequence[Whole]) -> None:
+def _frame(path: Path, head: bytes, wholes: Sequence[Whole[Group]]) -> None:
     with path.open("wb") as file:
         file.write(head)
         file.truncate(len(head) + sum(whole.nbytes for whole in wholes))

@@ -3,8 +3,6 @@ of its own, inside the checkpoint's, which goes with it (docs/FORMAT.md section 
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -14,23 +12,21 @@ import xxhash
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
-from ckptd.core.state_map.box import Box, uncovered
+from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist.index import Tensor
 from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX, read
-from ckptd.persist.names import CONSOLIDATED, DATA, MANIFEST, PART, WHOLE, file_stem, header_name, step_dir
+from ckptd.persist.names import CONSOLIDATED, MANIFEST, PART, WHOLE, file_stem, header_name, step_dir
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.storage.base import FULL, NotFound, Storage, StorageError, read_file
 from ckptd.persist.strided import slabs
 from ckptd.persist.sums import FileDamage
 from ckptd.persist.verify import VerifyReport
-from ckptd.persist.whole_file import header
+from ckptd.persist.whole_file import FILE_BYTES, INDEX, Whole, files_of, header, index_of
 from ckptd.wire.bulk import Pace, wait_turn
 
 FORMAT, VERSION = "ckptd-consolidated", 1
 ROLES = ("param", "buffer")
-FILE_BYTES = 5_000_000_000  # of a file, as the Hub's are; no tensor is cut
-STEM, INDEX = "model", "model.safetensors.index.json"
 ROOM = 2  # times its bytes must be free: it is to cost no checkpoint its room
 AGAIN = "delete that folder and the file `whole` beside it: it is made anew from the checkpoint, which is another matter"
 
@@ -91,34 +87,34 @@ class _Run:
         self._files: list[File] = []
 
     def write(self, target: str, file_bytes: int) -> int:
-        storage, groups = self._storage, _grouped([*wholes(self._checkpoint)], file_bytes)
-        if not groups[0]:
+        storage, found = self._storage, self._checkpoint.index.once().values()
+        tensors = [tensor for tensor, whole in found if whole and tensor.role in ROLES]
+        if not tensors:
             hint = "what was saved through torch.distributed.checkpoint has none that ckptd knows of: `ckptd export --to dcp`"
             raise CkptdError("no parameters in it", where=self._checkpoint.where, hint=hint)
-        total = sum(map(_nbytes, (tensor for group in groups for tensor in group)))
+        wholes = [Whole(header_name(tensor.key, None), tensor.dtype, tensor.shape, tensor) for tensor in tensors]
+        total = sum(whole.nbytes for whole in wholes)
         if storage.free_bytes() < ROOM * total:
             text = f"no room to consolidate: {total} bytes, of which there is to be room for {ROOM} times as many"
             raise StorageError(text, where=storage.locate(target), errno=min(FULL))
         storage.begin(self._attempt)
-        weights: dict[str, str] = {}
-        for number, group in enumerate(groups, 1):
-            name = f"{STEM}-{number:05d}-of-{len(groups):05d}{DATA}" if len(groups) > 1 else f"{STEM}{DATA}"
-            self._file(name, group)
-            weights |= dict.fromkeys((header_name(tensor.key, None) for tensor in group), name)
+        files = files_of(wholes, file_bytes)
+        for name, inside in files.items():
+            self._file(name, inside)
         manifest = self._checkpoint.manifest
         snapshot = {"epoch": manifest.snapshot.epoch, "step": manifest.snapshot.step}
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}, indent=1).encode()
-        files = [*self._files, File(INDEX, len(index), xxhash.xxh3_128_hexdigest(index))]
-        told = Folder(FORMAT, VERSION, snapshot, manifest.xxh3_128, dict(manifest.aliases), files)
-        beside = {MANIFEST: msgspec.json.encode(told), INDEX: index}
-        if not storage.commit_if_absent(self._attempt, target, [file.path for file in self._files], beside):
-            storage.discard(self._attempt)  # another node was first
-        return total
+        index = index_of(files)
+        every = [*self._files, File(INDEX, len(index), xxhash.xxh3_128_hexdigest(index))]
+        told = Folder(FORMAT, VERSION, snapshot, manifest.xxh3_128, dict(manifest.aliases), every)
+        if storage.commit_if_absent(self._attempt, target, [*files], {MANIFEST: msgspec.json.encode(told), INDEX: index}):
+            return total
+        storage.discard(self._attempt)  # another node was first
+        return 0
 
-    def _file(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _file(self, name: str, wholes: Sequence[Whole[Tensor]]) -> None:
         writer, running = self._storage.put(f"{self._attempt}/{name}"), xxhash.xxh3_128()
         try:
-            for piece in self._pieces(tensors):
+            for piece in self._pieces(wholes):
                 writer.write(piece)
                 running.update(piece)
             self._files.append(File(name, writer.finish(), running.hexdigest()))
@@ -126,10 +122,10 @@ class _Run:
             writer.abort()
             raise
 
-    def _pieces(self, tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
-        yield header([(header_name(tensor.key, None), tensor.dtype, tensor.shape) for tensor in tensors])
+    def _pieces(self, wholes: Sequence[Whole[Tensor]]) -> Iterator[bytes | memoryview]:
+        yield header(wholes)
         buffer = memoryview(bytearray(SEGMENT_BYTES))
-        for tensor in tensors:
+        for tensor in (whole.of for whole in wholes):
             item, whole = ITEMSIZE[tensor.dtype], Box.whole(tensor.shape)
             for box in slabs(whole, whole, item, SEGMENT_BYTES) if whole.volume else ():
                 if not wait_turn(self._pace, box.volume * item, self._cancelled.is_set) or self._cancelled.is_set():
@@ -137,34 +133,6 @@ class _Run:
                 piece = buffer[: box.volume * item]
                 self._checkpoint.read(tensor.key, box, piece, tensor.rank)
                 yield piece
-
-
-def wholes(checkpoint: Checkpoint) -> Iterator[Tensor]:
-    """Parameters and buffers, each once. Of what ranks had for themselves the first one's that had all of it, if any."""
-    index, seen = checkpoint.index, set[str]()
-    for at, tensor in enumerate(index.tensors()):
-        if tensor.role in ROLES and tensor.key not in seen:
-            boxes = [chunk.box for chunk in index.chunks_at(at)] if tensor.rank is not None else []
-            if tensor.rank is None or not uncovered(Box.whole(tensor.shape), boxes):
-                seen.add(tensor.key)
-                yield tensor
-
-
-def _grouped(tensors: Sequence[Tensor], file_bytes: int) -> list[list[Tensor]]:
-    """By file; in each the widest elements first, so that all are aligned."""
-    files: list[list[Tensor]] = [[]]
-    used = 0
-    for tensor in tensors:
-        if files[-1] and used + _nbytes(tensor) > file_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(tensor)
-        used += _nbytes(tensor)
-    return [sorted(file, key=lambda tensor: (-ITEMSIZE[tensor.dtype], tensor.key)) for file in files]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
 
 
 def problems_in(storage: Storage, directory: str, report: VerifyReport) -> Iterator[str]:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.box import Box, uncovered
 from ckptd.core.state_map.catalogue import TensorEntry
 from ckptd.core.state_map.columns import Column, Ints, pack, unpack
 from ckptd.core.state_map.dtypes import ITEMSIZE
@@ -142,6 +142,18 @@ class Index:
         except OverflowError as error:
             raise ValueError("a number of more than 64 bits") from error
         return Index(Names([tensor.key for tensor in tensors], [*dtypes], [*roles]), made)
+
+    def once(self) -> dict[str, tuple[Tensor, bool]]:
+        """Each key once, and whether all of it is there: of ranks' own the first that has, or the first."""
+        found: dict[str, tuple[Tensor, bool]] = {}
+        for at, tensor in enumerate(self.tensors()):
+            if tensor.key in found and found[tensor.key][1]:
+                continue
+            boxes = [chunk.box for chunk in self.chunks_at(at)] if tensor.rank is not None else []
+            whole = tensor.rank is None or not uncovered(Box.whole(tensor.shape), boxes)
+            if whole or tensor.key not in found:
+                found[tensor.key] = tensor, whole
+        return found
 
     def tensors(self) -> Iterator[Tensor]:
         """In order."""

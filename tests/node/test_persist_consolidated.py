@@ -35,6 +35,7 @@ from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.verify import verify_at
+from ckptd.persist.whole_file import Whole
 from tests.node.checkpoints import JOB, World, check_all, make_world, save, small_world
 
 STEP, NEXT = SnapshotId(1, 10), SnapshotId(1, 20)
@@ -149,8 +150,8 @@ def test_of_two_nodes_one_is_first(storage: Storage, world: World, tmp_path: Pat
     calls: list[str] = []
     write = consolidated._Run._file
 
-    def meanwhile(run: consolidated._Run, name: str, tensors: Sequence[Tensor]) -> None:
-        write(run, name, tensors)
+    def meanwhile(run: consolidated._Run, name: str, inside: Sequence[Whole[Tensor]]) -> None:
+        write(run, name, inside)
         calls.append(name)
         if len(calls) == 1:
             assert every(storage, node="n1") > 0

@@ -247,12 +247,12 @@ class Gathering:
             gather.told.add(sender)
             if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):
                 gather.wrong = f"ranks {list(message.here)} on {sender} name another world than the others"
-        other = next((ask for rank, ask in gather.joined.items() if rank not in message.here), message.ask)  # the others agree
-        for rank in message.here:
-            if 0 <= rank < len(gather.ranks) and gather.ranks[rank] == sender:
-                gather.joined[rank] = message.ask
-                gather.heard_at[rank] = self._ctx.now
-        if message.here and other != message.ask:
+        mine = [rank for rank in message.here if 0 <= rank < len(gather.ranks) and gather.ranks[rank] == sender]
+        other = next((ask for rank, ask in gather.joined.items() if rank not in mine), message.ask)  # the others agree
+        for rank in mine:
+            gather.joined[rank] = message.ask
+            gather.heard_at[rank] = self._ctx.now
+        if mine and other != message.ask:
             gather.wrong = "ranks ask for different restores"
 
     def waited_long(self) -> bool:
