@@ -294,7 +294,7 @@ class StorageConformance:
         with pytest.raises(NotFound):
             storage.unmark(POINTER, KEEP)
 
-    def test_what_is_put_inside_a_commit_is_no_part_of_it_and_goes_with_it(self, storage: Storage) -> None:
+    def test_what_is_put_inside_a_commit_is_no_part_of_it(self, storage: Storage) -> None:
         with pytest.raises(NotFound):
             storage.place(POINTER)
         commit(storage, begin(storage, ONE))
@@ -309,6 +309,12 @@ class StorageConformance:
         assert read_file(storage, f"{inner}/b.side", 100) == f"{inner}.one.part b.side".encode()
         assert storage.pointers(TOP) == [Pointer("step-0000000010", Sight.SHOWN)]
         assert committed(storage) == f"manifest of {ONE}"
+
+    def test_what_is_put_inside_a_commit_goes_with_it(self, storage: Storage) -> None:
+        commit(storage, begin(storage, ONE))
+        inner = f"{storage.place(POINTER)}/inner"
+        begin(storage, f"{inner}.one.part")
+        assert commit(storage, f"{inner}.one.part", inner)
         storage.hide(POINTER)
         storage.reveal(POINTER)
         assert names(storage, inner) == ["a.safetensors", "b.side", MANIFEST]

@@ -58,6 +58,7 @@ HIDES = {
     "test_a_hidden_one_keeps_its_name",
     "test_what_is_dropped_is_gone_and_its_name_free",
     "test_of_revealing_and_dropping_one_wins",
+    "test_what_is_put_inside_a_commit_goes_with_it",
 }
 RACES = {"test_only_one_of_many_gets_a_name", "test_only_one_of_many_commits_wins"}
 
