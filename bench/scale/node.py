@@ -72,6 +72,7 @@ class Node:
         self.gone: set[str] = set()
         self._steps: dict[int, int] = {}  # rank -> newest step called
         self._granted: list[tuple[int, int, int, int]] = []  # rank, slot, grant, step that is not called yet
+        self._encoded_last: tuple[object, bytes] = (None, b"")
         self._layouts: WeakValueDictionary[str, Layout] = WeakValueDictionary()
         self._worlds: dict[int, State] = {}  # by epoch
 
@@ -92,7 +93,7 @@ class Node:
             if isinstance(do, ins.Send) and do.to != self.name:
                 name = type(do.message).__name__
                 try:
-                    sent.append((do.to, name, encode(do.message)))
+                    sent.append((do.to, name, self._encoded(do.message)))
                 except CkptdError:
                     self.counts.failed[name] += 1
         self.counts.handled(what, time.thread_time() - began)
@@ -102,6 +103,12 @@ class Node:
         for do in done:
             if not isinstance(do, ins.Send) or do.to == self.name:
                 getattr(self, "_do_" + type(do).__name__, _nothing)(do)
+
+    def _encoded(self, message: object) -> bytes:
+        """As a link does it: the same message to many is encoded once."""
+        if self._encoded_last[0] is not message:
+            self._encoded_last = message, encode(message)
+        return self._encoded_last[1]
 
     def _event(self, event: ev.Event, now: float) -> None:
         self._feed(now, type(event).__name__, lambda: event)

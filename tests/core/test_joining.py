@@ -17,7 +17,7 @@ from ckptd.core.protocol.life import Tombstone
 from ckptd.core.protocol.machine.context import RESEND_S
 from ckptd.core.protocol.machine.machine import JobMachine
 from ckptd.core.protocol.machine.steward.gather import FRESH_S
-from ckptd.core.protocol.machine.steward.restore import LEFT_PATIENCE_S
+from ckptd.core.protocol.machine.steward.restore import LEFT_PATIENCE_S, WHOLE_AT_ONCE_MAX
 from tests.core.machines import EPOCH, Node, Thread, at, layout, record_of, sent
 
 A, B = (NodeInfo(name, f"tcp://{name}", name, name, f"{name}#1") for name in "ab")
@@ -91,6 +91,40 @@ def test_who_has_not_said_the_world_is_asked_for_it() -> None:
     assert machine.sent_to("b", msg.InventoryRequest)
     machine.feed(ev.Received("b", msg.JoinReport("older", (), (), (1,), ASK, None)))
     assert machine.sent_to("b", msg.ReportAgain)[1:] == [msg.ReportAgain("older")]
+
+
+def test_what_one_node_has_said_another_need_not_say() -> None:
+    """P16: of hundreds of nodes each has the same to say."""
+    machine = Machine()
+    machine.feed(shortly(digest=b"the world"))
+    assert len(machine.sent_to("b", msg.ReportAgain)) == 1
+    machine.feed(ev.Received("c", msg.JoinReport("x", RANKS, NODES, (), ASK, None, digest=b"the world")))
+    machine.feed(shortly(digest=b"the world"))
+    assert len(machine.sent_to("b", msg.ReportAgain)) == 1
+    assert machine.sent_to("b", msg.InventoryRequest), "its rank is here"
+    machine.feed(shortly(digest=b"another world"))
+    assert len(machine.sent_to("b", msg.ReportAgain)) == 2
+    other = msg.JoinReport("x", RANKS[::-1], NODES[::-1], (1,), ASK, None, digest=b"another world")
+    machine.feed(ev.Received("b", replace(other, ranks=("a", "a"))))
+    (refused,) = machine.sent_to("b", msg.JoinRefused)
+    assert isinstance(refused, msg.JoinRefused) and refused.code == "mismatch"
+
+
+def test_few_are_asked_at_once_for_what_most_of_them_have_in_common() -> None:
+    """P16: the first reports of all of them come before the first answer."""
+    machine = Machine(here=False)
+    report = msg.JoinReport("x", (), (), (), ASK, None, digest=b"the world")
+
+    def asked() -> int:
+        return sum(len(machine.sent_to(f"n{number}", msg.ReportAgain)) for number in range(100))
+
+    for number in range(100):
+        machine.feed(ev.Received(f"n{number}", report))
+    assert asked() == WHOLE_AT_ONCE_MAX
+    machine.ticks(TICK_S)
+    for number in range(100):
+        machine.feed(ev.Received(f"n{number}", report))
+    assert asked() == 2 * WHOLE_AT_ONCE_MAX
 
 
 def test_ranks_stand_there_as_long_as_they_say_so_however_shortly() -> None:

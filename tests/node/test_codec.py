@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgpack
@@ -71,6 +72,53 @@ def test_unknown_fields_are_refused_at_every_depth() -> None:
         decode(packed("InventoryRequest", attempt="a", nodes=nodes))
 
 
+def world(nodes: int) -> tuple[NodeInfo, ...]:
+    hosts = [f"10.0.{i // 256}.{i % 256}" for i in range(nodes)]
+    return tuple(NodeInfo(f"n{i}", f"tcp://{host}:7000", f"{host}:7001", "r") for i, host in enumerate(hosts))
+
+
+def test_what_every_node_says_alike_is_there_once() -> None:
+    """P16: a steward of hundreds of nodes hears of the world from each."""
+    nodes = world(500)
+    ranks = tuple(node.node for node in nodes for _ in range(8))
+    record = EpochRecord(2, "nonce", ranks, nodes, (SnapshotId(1, 40),))
+    report = m.JoinReport("a", ranks, nodes, (0,), m.RestoreAsk(step=4), record)
+    one, other = decode(encode(report)), decode(encode(replace(report, here=(1,))))
+    assert isinstance(one, m.JoinReport) and isinstance(other, m.JoinReport)
+    assert (one, other) == (report, replace(report, here=(1,)))
+    assert one.ranks is other.ranks and one.nodes is other.nodes and one.known is other.known
+    told = decode(encode(m.Inventory("a", record, ())))
+    assert isinstance(told, m.Inventory)
+    assert told.known == record and told.known is not record
+    assert decode(encode(m.InventoryRequest("a", nodes[1:]))) == m.InventoryRequest("a", nodes[1:])
+
+
+def test_a_long_message_is_looked_at_as_a_short_one_is() -> None:
+    nodes = world(100)
+    report = m.JoinReport("a", (), nodes, (0,), None, None)
+    name, fields = msgpack.unpackb(encode(report))
+    assert decode(packed(name, **fields)) == report
+    for wrong, said in (
+        ({"more": 1}, "more: not a field"),
+        ({"nodes": [*fields["nodes"], {"node": "b", "evil": 1}]}, r"nodes: \[100\].evil is not a field"),
+        ({"nodes": [*fields["nodes"], {"node": "b"}]}, "nodes: .*missing required field"),
+        ({"nodes": [*fields["nodes"], 7]}, "nodes: "),
+        ({"here": [0.5]}, "here: "),
+        ({"here": msgpack.ExtType(4, b"x")}, "max_ext_len"),
+        ({"ask": {"step": True}}, "ask: "),
+    ):
+        with pytest.raises(DecodeError, match=said):
+            decode(packed(name, **(fields | wrong)))
+    del fields["here"]
+    with pytest.raises(DecodeError, match="here"):
+        decode(packed(name, **fields))
+    with pytest.raises(DecodeError, match="unknown message"):
+        decode(packed("os.system", **fields))
+    for damaged in (encode(report) + b"\x00", encode(report)[:-1], encode(report)[:5000], b"\x91" * 100_000):
+        with pytest.raises(DecodeError):
+            decode(damaged)
+
+
 def test_missing_fields_and_unknown_classes_are_refused() -> None:
     with pytest.raises(DecodeError, match="epoch"):
         decode(packed("Grant", grant=1, from_step=1))
@@ -115,9 +163,8 @@ def test_limits_hold() -> None:
         decode(bytes(CONTROL_MESSAGE_BYTES_MAX + 1))
     with pytest.raises(CkptdError, match="longer than a message may be"):
         encode(m.LayoutReply(1, {"id": bytes(200)}), bytes_max=100)
-    many = b"\x92" + msgpack.packb("Grant") + b"\xdd" + (ARRAY_ITEMS_MAX + 1).to_bytes(4, "big")
     with pytest.raises(DecodeError, match="max_array_len"):
-        decode(many + b"\xc0" * (ARRAY_ITEMS_MAX + 1))
+        decode(packed("Grant", epoch=[None] * (ARRAY_ITEMS_MAX + 1)))
 
 
 def test_untyped_values_are_bounded_in_depth() -> None:

@@ -28,21 +28,22 @@ class RestoreAsk:
 @dataclass(frozen=True, slots=True)
 class JoinReport:
     """Node -> steward-elect (node of rank 0 of the attempt): these local ranks stand ready. Said twice a second; the world, and
-    what else would be long, once, and when it is asked for (ReportAgain)."""
+    what else would be long, by its digest, and whole when it is asked for (ReportAgain): most nodes would say the same."""
 
     attempt: str
-    ranks: tuple[str, ...]  # (): with what follows, as it was said
+    ranks: tuple[str, ...]  # (): with what follows, as whoever had the same ``digest`` said it
     nodes: tuple[NodeInfo, ...]
     here: tuple[int, ...]  # ranks on the sender
     ask: RestoreAsk | None
     known: EpochRecord | None  # newest epoch the sender knows of this job
     opened: bool = False  # the sender is at work on the epoch that was opened for this attempt
     trains: bool = False  # these ranks were let into that epoch, by a daemon that knew it
+    digest: bytes = b""  # of ranks, nodes and known
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAgain:
-    """Steward-elect -> node: it does not know the world of this attempt."""
+    """Steward-elect -> node: nobody has said yet what is behind the digest of its report."""
 
     attempt: str
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
-from ckptd.core.ids import NodeInfo
+from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.protocol.events import RankJoined
 from ckptd.core.protocol.instructions import FailJoin
 from ckptd.core.protocol.machine.context import RESEND_S, Context
@@ -13,6 +14,7 @@ from ckptd.core.protocol.messages import Inventory, JoinRefused, JoinReport, Rep
 RESTORE_PATIENCE = 1.5  # times restore_timeout_s, before a node that hears nothing fails its own ranks
 PATIENCE_S = 5.0  # beyond the steward's own limits, before a node gives up on the steward
 ATTEMPTS_KEPT_MAX = 64
+DIGEST_BYTES = 16  # of a report
 
 
 @dataclass
@@ -23,7 +25,9 @@ class Join:
     asks: dict[int, RestoreAsk | None] = field(default_factory=dict)  # of the local ranks that stand here
     since: float = 0.0  # the first rank came, the epoch was opened, or the steward began anew
     told_at: float = -1e9
-    said: object = None  # what the whole report said that was sent last, but for the world
+    whole: bool = False  # the next report brings all of it: it was asked for
+    digest: bytes = b""
+    digest_of: EpochRecord | None = None  # beside the world
     answered: bool = False  # the epoch is opening
     trains: bool = False  # the epoch of this attempt runs, and this daemon lost what it knew of it
 
@@ -64,7 +68,7 @@ class Joining:
         """What we said was lost, or forgotten."""
         join = self.join
         if join is not None and (join.attempt, join.ranks[0]) == (message.attempt, sender):
-            join.said = None
+            join.whole = True
             self._tell(join)
 
     def on_tick(self) -> None:
@@ -123,12 +127,15 @@ class Joining:
         by_ask: dict[RestoreAsk | None, list[int]] = {}
         for rank, ask in sorted(join.asks.items()):
             by_ask.setdefault(ask, []).append(rank)
-        record = self._ctx.record
-        whole = (join.ranks, join.nodes, record) if join.said != (by_ask, record) else ((), (), None)
-        join.said = by_ask, record
+        record, elect = self._ctx.record, join.ranks[0]
+        if not join.digest or join.digest_of != record:
+            text = repr((join.ranks, join.nodes, record)).encode()
+            join.digest, join.digest_of = hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest(), record
+        ranks, nodes, known = (join.ranks, join.nodes, record) if join.whole or elect == self._ctx.me.node else ((), (), None)
+        join.whole = False
         for ask, here in by_ask.items():
-            report = JoinReport(join.attempt, *whole[:2], tuple(here), ask, whole[2], join.answered, join.trains)
-            self._ctx.send(join.ranks[0], report)
+            report = JoinReport(join.attempt, ranks, nodes, tuple(here), ask, known, join.answered, join.trains, join.digest)
+            self._ctx.send(elect, report)
         self._seek(join)
 
     def _seek(self, join: Join) -> None:

@@ -35,6 +35,9 @@ FREEZE_PATIENCE_S = (
     5.0  # beyond inventory_timeout_s: what an inventory named stays until the decision can be known
 )
 
+# What a steward hears by the thousand: it changes nothing of its own ranks and slots.
+FOR_THE_BOOKS = frozenset({msg.RankState, msg.Sealed, msg.Missed, msg.Held})
+
 
 class JobMachine:
     """``now`` must never go backwards within one process; nothing else is asked of it."""
@@ -147,7 +150,8 @@ class JobMachine:
         if stood_still:
             self.steward.stood_still()
         self._events[type(event)](event)
-        self.uplink.tell_ranks()
+        if not isinstance(event, ev.Received) or type(event.message) not in FOR_THE_BOOKS:
+            self.uplink.tell_ranks()
         return self.ctx.out
 
     def validate(self) -> None:

@@ -34,7 +34,7 @@ class Gather:
     claims: bool = True  # there is storage on which numbers are claimed
     joined: dict[int, RestoreAsk | None] = field(default_factory=dict)
     heard_at: dict[int, float] = field(default_factory=dict)  # rank -> its last report
-    told: set[str] = field(default_factory=set)  # nodes that have said the world
+    told: set[bytes] = field(default_factory=set)  # digests of the reports that were said whole
     trains: bool = False  # some of its ranks were let into an epoch of it
     wrong: str = ""  # why these ranks cannot start together
     asking_since: float | None = None
@@ -244,7 +244,7 @@ class Gathering:
         self._learn(gather, message.known)
         gather.trains |= message.trains
         if message.ranks:
-            gather.told.add(sender)
+            gather.told.add(message.digest)
             if (gather.ranks, gather.nodes) != (message.ranks, message.nodes):
                 gather.wrong = f"ranks {list(message.here)} on {sender} name another world than the others"
         mine = [rank for rank in message.here if 0 <= rank < len(gather.ranks) and gather.ranks[rank] == sender]
@@ -388,5 +388,6 @@ class Gathering:
         everyone = tuple(gather.asked.values())
         gather.tables.update((table.digest, table) for table in self._ctx.tables.alive()[-TABLES_SAID_MAX:])
         tables = tuple(gather.tables)[-TABLES_SAID_MAX:]  # the newest, among them what the node brought
+        request = InventoryRequest(gather.attempt, everyone, gather.turn, tables)
         for node in nodes:
-            self._ctx.send(node, InventoryRequest(gather.attempt, everyone, gather.turn, tables))
+            self._ctx.send(node, request)
