@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -35,7 +35,7 @@ def slice_classes(layouts: Mapping[int, Layout]) -> Classes:
 
 def level(
     classes: Classes,
-    holders: Mapping[int, Iterable[tuple[str, int]]],
+    holders: Mapping[int, Collection[tuple[str, int]]],
     spared: Mapping[int, int] | None = None,
 ) -> int:
     """The number of failure domains that may be lost now without losing any slice; -1: something is held nowhere.
@@ -46,33 +46,16 @@ def level(
     """
     if not classes.complete:
         return -1
-    bits: dict[str, int] = {}
-    held = {
-        rank: [(tier, bits.setdefault(domain, 1 << len(bits))) for domain, tier in found]
-        for rank, found in holders.items()
-    }
-    masks: dict[tuple[int, int], int] = {}
-
-    def domains(rank: int, tier: int) -> int:
-        mask = masks.get((rank, tier))
-        if mask is None:
-            mask = 0
-            for held_tier, bit in held.get(rank, ()):
-                if held_tier <= tier:
-                    mask |= bit
-            masks[rank, tier] = mask
-        return mask
-
+    everywhere = {domain for found in holders.values() for domain, _ in found}
     by_parity = {rank: count + 1 for rank, count in (spared or {}).items()}
-    fewest = max(len(bits), *by_parity.values()) if by_parity else len(bits)
+    fewest = max(len(everywhere), *by_parity.values()) if by_parity else len(everywhere)
     for rank, tier in classes.alone:
-        fewest = min(fewest, max(domains(rank, tier).bit_count(), by_parity.get(rank, 0) if tier >= 1 else 0))
+        domains = {domain for domain, held in holders.get(rank, ()) if held <= tier}
+        fewest = min(fewest, max(len(domains), by_parity.get(rank, 0) if tier >= 1 else 0))
     for copies in classes.shared:
-        union = 0
-        for rank, tier in copies:
-            union |= domains(rank, tier)
+        domains = {domain for rank, tier in copies for domain, held in holders.get(rank, ()) if held <= tier}
         parity = max((by_parity.get(rank, 0) for rank, tier in copies if tier >= 1), default=0)
-        fewest = min(fewest, max(union.bit_count(), parity))
+        fewest = min(fewest, max(len(domains), parity))
     return fewest - 1
 
 

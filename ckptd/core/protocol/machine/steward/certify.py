@@ -73,8 +73,9 @@ class Certify:
         if guards.nothing_to_say(state):
             return
         void, said = state.phase is Phase.VOID, state.certificate
-        level = -1 if void else min(state.level, guards.wanted())
-        now = (level, guards.wanted(), state.durable)
+        wanted = guards.wanted()
+        level = -1 if void else min(state.level, wanted)
+        now = (level, wanted, state.durable)
         news = level >= 0 or guards.remembered(state)
         if news if said is None else (said.level, said.wanted, said.durable) != now:
             self._issue(state, level)
@@ -277,8 +278,8 @@ class Certify:
             return
         if self._grants.full():  # what was kept for somebody who is away may have to go
             self._table.dirty.update(s for s, state in self._table.states.items() if state.level < 0)
-        if self.protecting.overdue() or self._grants.held_up():
-            self._release()
+        if not self._table.dirty and (self.protecting.overdue() or self._grants.held_up()):
+            self._release()  # else by what is to be weighed first
         if self._ctx.now - self._repeated_at < pause:
             return
         self._repeated_at = self._ctx.now
@@ -305,7 +306,8 @@ class Certify:
 
     def _ask_for_copies(self, state: SnapshotState) -> None:
         """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
-        if state.level < 0 or state.level >= self.guards.wanted() or not self._ctx.is_candidate(state.snapshot):
+        wanted = self.guards.wanted()
+        if state.level < 0 or state.level >= wanted or not self._ctx.is_candidate(state.snapshot):
             return
         # On a level of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
         # not brought what a newer snapshot needs to take an older one's slots, and none is left. Data that no slot holds any more
@@ -318,16 +320,16 @@ class Certify:
             if rank in by_parity:
                 continue
             live = sorted((tier, node) for node, tier in nodes.items() if self._sessions.live(node))
-            if live and len({self._ctx.domain(node) for _, node in live}) <= self.guards.wanted():
+            if live and len({self._ctx.domain(node) for _, node in live}) <= wanted:
                 known = tuple((node, tier) for tier, node in live)
                 to = live[0][1]
                 message = Holders(self._ctx.number, self._sessions.session(to), state.snapshot, rank, known)
                 self._ctx.send(to, message)
                 asked = True
         if not asked:
-            self._ask_for_shared(state, by_parity)
+            self._ask_for_shared(state, by_parity, wanted)
 
-    def _ask_for_shared(self, state: SnapshotState, by_parity: set[int]) -> None:
+    def _ask_for_shared(self, state: SnapshotState, by_parity: set[int], wanted: int) -> None:
         """Every rank has its copies, but a slice that several ranks captured has lost one of these captures."""
         assert state.classes is not None, "a complete snapshot has classes"
         for copies in state.classes.shared:
@@ -339,7 +341,7 @@ class Certify:
             ]
             if any(needed >= 1 and rank in by_parity for rank, needed in copies):
                 continue
-            if holders and len({self._ctx.domain(node) for _, node, _, _ in holders}) <= self.guards.wanted():
+            if holders and len({self._ctx.domain(node) for _, node, _, _ in holders}) <= wanted:
                 _, to, rank, needed = min(holders)
                 known = tuple(sorted({(node, tier) for tier, node, _, _ in holders}))
                 session = self._sessions.session(to)

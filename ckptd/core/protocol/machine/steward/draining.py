@@ -122,7 +122,7 @@ class Draining:
         if not self._sessions.leaving:
             return False
         stays = self._sessions.stays
-        most = self._certify.guards.wanted(stays)
+        most = self._certify.guards.wanted_of(stays)
         if self._without(state) >= min(self._level(state), most) or not any(map(stays, self._sessions.by_node)):
             state.leans_since = None
             return False

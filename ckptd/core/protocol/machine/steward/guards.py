@@ -6,8 +6,9 @@ The first sentence of each is its row's text in docs/ARCHITECTURE.md. What two o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
-from ckptd.core.ids import SnapshotId
+from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.steward.grants import Grants
 from ckptd.core.protocol.machine.steward.sessions import Sessions
@@ -18,14 +19,23 @@ from ckptd.core.redundancy.policies import attainable
 KEEP_FAILURES_MAX = 3  # failed flushes, before a snapshot that was to be kept may have to give its memory to newer ones
 
 
+@lru_cache(maxsize=64)
+def _wanted(record: EpochRecord | None, tolerates: int) -> int:
+    return attainable(tolerates, (node.domain for node in record.nodes) if record is not None else ())
+
+
 class Guards:
     def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable, grants: Grants) -> None:
         self._ctx, self._sessions, self._table, self._grants = ctx, sessions, table, grants
         self.follows: Callable[[SnapshotState], bool] = lambda state: False  # see Draining
         self.pinned: set[SnapshotId] = set()  # a flush needs them
 
-    def wanted(self, stays: Callable[[str], bool] = lambda _: True) -> int:
-        """The most that the policy asks for and this epoch's nodes could give, or those of them that stay."""
+    def wanted(self) -> int:
+        """The most that the policy asks for and this epoch's nodes could give. It is asked for each node and rank."""
+        return _wanted(self._ctx.record, self._ctx.policy.tolerates)
+
+    def wanted_of(self, stays: Callable[[str], bool]) -> int:
+        """The same of those nodes that stay."""
         record = self._ctx.record
         nodes = record.nodes if record is not None else ()
         return attainable(self._ctx.policy.tolerates, (node.domain for node in nodes if stays(node.node)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.context import RESEND_S, Context
@@ -222,9 +223,10 @@ class SnapshotTable:
 
     def _domains(self, state: SnapshotState, counts: Callable[[str], bool]) -> dict[int, list[tuple[str, int]]]:
         """rank -> (failure domain, tier) of each holding of its slot."""
-        domain = self._ctx.domain
+        holding = set(chain.from_iterable(state.holders.values()))
+        domains = {node: self._ctx.domain(node) for node in holding if counts(node)}  # of thousands of ranks, hundreds of nodes
         return {
-            rank: [(domain(node), tier) for node, tier in nodes.items() if counts(node)]
+            rank: [(domains[node], tier) for node, tier in nodes.items() if node in domains]
             for rank, nodes in state.holders.items()
         }
 
@@ -272,14 +274,14 @@ class SnapshotTable:
         if not state.layout_ids or not self.knows_layouts(state):
             return None
         layouts = self.layouts_of(state)
-        if len(layouts) < next(iter(layouts.values())).world or not self._are_studied(layouts):
+        if len(layouts) < next(iter(layouts.values())).world or not self._are_studied(state, layouts):
             return None
         classes = slice_classes(layouts)
         return classes if classes.complete else None
 
-    def _are_studied(self, layouts: dict[int, Layout]) -> bool:
+    def _are_studied(self, state: SnapshotState, layouts: dict[int, Layout]) -> bool:
         """Of thousands of ranks that takes long, once; what comes of it is remembered by their ids."""
-        names = frozenset(layout.layout_id for layout in layouts.values())
+        names = frozenset(state.layout_ids.values())
         if names not in self._studied and names not in self._studying:
             self._studying.add(names)
             self._ctx.compute(partial(_study, layouts), partial(self._now_studied, names))
