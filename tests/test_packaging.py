@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -38,3 +41,11 @@ def test_the_manual_lists_the_same_os_packages() -> None:
     manual = (ROOT / "docs" / "OPERATIONS.md").read_text()
     block = manual.split("`deploy/os-packages.txt`:\n\n```\n")[1].split("```")[0]
     assert block.split() == packages
+
+
+def test_the_client_says_its_version() -> None:
+    import ckptd_client
+
+    assert ckptd_client.__version__ == version("ckptd")
+    with pytest.raises(AttributeError, match="no attribute 'revision'"):
+        ckptd_client.revision  # noqa: B018

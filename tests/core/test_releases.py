@@ -9,6 +9,7 @@ import pytest
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward import steward as steward_module
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
 from ckptd.core.protocol.machine.steward.protecting import PATIENCE_S
 from tests.core.certificates import BOTH, released, steward
@@ -247,3 +248,22 @@ def test_a_marked_one_that_is_being_flushed_does_not_go_because_a_link_blinks() 
     node.tick(2.0)
     assert at(7) in node.machine.steward.table.states
     assert 7 not in released(node)
+
+
+def test_a_tick_releases_nothing_by_a_level_that_is_still_to_be_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: with hundreds of ranks the books are looked through after a pause, and a tick did not wait for it."""
+    node = steward(replicas=1).train().capture(7).protect(7)
+    guards, table = node.machine.steward.certify.guards, node.machine.steward.table
+    guards.pinned = {at(7)}
+    node.capture(8).protect(8)
+    assert (node.level(8), released(node)) == (1, set())
+    monkeypatch.setattr(steward_module, "RANKS_AT_ONCE_MAX", 0)
+    monkeypatch.setattr(steward_module, "PAUSE_PER_RANK_S", 1.0)
+    monkeypatch.setattr(node.machine.steward.grants, "held_up", lambda: True)
+    node.others["b"].held(fact(8, 0), lost=True)
+    assert at(8) in table.dirty, "its level has fallen, and nobody has looked"
+    guards.pinned = set()
+    node.machine.steward.certify.on_tick()
+    assert at(7) in table.states, "step 8 survives no loss any more"
+    node.tick(3.0)
+    assert node.level(8) == 0 and at(7) in table.states
