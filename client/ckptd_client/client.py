@@ -31,7 +31,7 @@ from ckptd_client import (
 from ckptd_client.apply import Restored
 from ckptd_client.capture import Engine
 from ckptd_client.explicit import Explicit
-from ckptd_client.handles import LEVELS, Handle, given_up, reached, step_of
+from ckptd_client.handles import LEVELS, RELEASED, Handle, given_up, reached, step_of
 from ckptd_client.joining import Joiner
 from ckptd_client.own_values import OwnValues
 from ckptd_client.registering import Registering
@@ -389,6 +389,8 @@ class Client(Registering, Explicit, Releasing):
 
     def _left(self, handle: Handle | None, level: str) -> str:
         """Nobody tells us any more: what was reached before is known, and nothing else."""
+        if handle is not None and handle.status == RELEASED and self._gone != FORKED:
+            return RELEASED
         if handle is None or self._gone == FORKED or not reached(handle.fact, level, self._session.attainable):
             return f"unreachable: {self._gone}"
         return handle.status
@@ -402,7 +404,11 @@ class Client(Registering, Explicit, Releasing):
         ask = wire.WaitFor(handle.step, handle.grant, level)
         if handle.taken:
             session.link.send(ask)
-        over = lambda: not handle.taken or handle.left or reached(handle.fact, level, session.attainable)  # noqa: E731
+
+        def over() -> bool:
+            ended = not handle.taken or handle.left or handle.status == RELEASED
+            return ended or reached(handle.fact, level, session.attainable)
+
         session.wait(over, deadline, again=ask)
         return handle.status
 
@@ -417,7 +423,7 @@ class Client(Registering, Explicit, Releasing):
             more = f"; snapshot({handle.step}, must=True) waits for its turn"
         if self._session.link.up:
             self._troubles.pass_on(f"wait({level!r}) ended otherwise: {step}{status}{more}", "")
-        elif handle is not None and handle.taken:  # what it was nobody knows it to be now
+        elif handle is not None and handle.taken and status != RELEASED:  # what it was nobody knows it to be now
             text = f"{step}{status} as far as the daemon had said, and the daemon is unreachable"
             self._troubles.pass_on(f"wait({level!r}) ended otherwise: {text}", "")
             return "unreachable"

@@ -115,6 +115,14 @@ class Handle:
         level."""
         return self._wait(self._later or self, level, timeout)
 
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is said of it."""
+        told = self._told
+        if told is not None and (told.void or told.durable):
+            return True
+        return self.released or self.left or not self._status.startswith(("capturing", *HELD))
+
     def became(self, status: str) -> None:
         self._status = status
 
@@ -165,9 +173,10 @@ class Handles:
         return now - min(lost_at or now, unsaid_since, now - link.quiet_s) > SILENT_AFTER_S
 
     def follow(self, handle: Handle) -> None:
+        """Of more than so many the oldest are told nothing more, those last of which there is still something to say (P2)."""
         self._by_step[handle.step] = handle
         while len(self._by_step) > HANDLES_KEPT_MAX:
-            del self._by_step[min(self._by_step)]
+            del self._by_step[min(self._by_step, key=lambda step: (not self._by_step[step].is_over, step))]
 
     def of(self, step: int) -> Handle | None:
         return self._by_step.get(step)

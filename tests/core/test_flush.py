@@ -154,21 +154,6 @@ def test_what_often_failed_holds_up_no_newer_one(keep: bool) -> None:
     assert step_of(node) == (7 if keep else None)
 
 
-def test_a_marked_one_goes_unstored_only_when_its_slots_are_wanted_and_that_is_said() -> None:
-    """It went as soon as storage had failed three times, was never heard of again, and nobody was told (P15)."""
-    node = steward(replicas=0, breakpoint_grace_s=1e6, flush_every_s=0.0).train(free=2).capture(7, keep=True).capture(8)
-    while node.machine.steward.table.states[at(7)].failures < KEEP_FAILURES_MAX:
-        if step_of(node) == 7:
-            wrote(node, "b", ok=False, reason="read-only file system")
-        node.tick()
-    node.tick(FULL_S / 2)
-    assert (node.level(7), alarms(node, "kept")) == (0, [])
-    node.tick(FULL_S / 2)
-    (said,) = alarms(node, "kept")
-    assert said.startswith("step 7 was to be kept: ") and said.endswith("its memory is needed: it is gone")
-    assert any(at(7) in certificate.releases for certificate in node.certificates("b"))
-
-
 def test_a_marked_one_that_nobody_puts_together_fails_and_gives_its_slots_to_newer_ones() -> None:
     """P14: no flush of it ever began, so none ever failed."""
     node = parity_rig.protected(parity_rig.steward(durable=True, write_timeout_s=10.0), keep=True)

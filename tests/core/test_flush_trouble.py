@@ -14,6 +14,8 @@ from ckptd.core.protocol.machine.steward.flush import (
     MEND_S,
     Flush,
 )
+from ckptd.core.protocol.machine.steward.grants import FULL_S
+from ckptd.core.protocol.machine.steward.guards import KEEP_FAILURES_MAX
 from tests.core import parity_rig
 from tests.core.flushes import (
     alarms,
@@ -26,7 +28,7 @@ from tests.core.flushes import (
     written,
     wrote,
 )
-from tests.core.machines import EPOCH, Steward, at, fact, only, sent
+from tests.core.machines import EPOCH, TICK_S, Steward, at, fact, only, sent
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -110,6 +112,44 @@ def test_failures_are_counted_for_what_was_to_be_kept() -> None:
     for failures in (1, 2, 3):
         waits(node)
         assert node.machine.steward.table.states[at(7)].failures == failures
+
+
+def no_storage(node: Steward, seconds: float, *, until: int = 0) -> None:
+    """Each write fails, for so long, or until so many marked ones have gone."""
+    for _ in range(round(seconds / TICK_S)):
+        if until and len(alarms(node, "kept")) == until:
+            return
+        if step_of(node) is not None:
+            wrote(node, "b", ok=False, reason="read-only file system")
+        node.tick()
+
+
+@pytest.mark.parametrize("asks", [None, 9])
+def test_a_marked_one_goes_unstored_only_when_its_slots_are_wanted_and_that_is_said(asks: int | None) -> None:
+    """It went as soon as storage had failed three times, was never heard of again, and nobody was told (P15). Where a rank waited
+    with must=True it went after 5 s, not after a minute (a trainer's author)."""
+    node = steward(replicas=0, breakpoint_grace_s=1e6, flush_every_s=0.0).train(free=2).capture(7, keep=True).capture(8)
+    while node.machine.steward.table.states[at(7)].failures < KEEP_FAILURES_MAX:
+        no_storage(node, TICK_S)
+    node.others["b"].state(1, 8, free=0, asks=asks)
+    node.tick(FULL_S / 2)
+    assert (node.level(7), alarms(node, "kept")) == (0, [])
+    node.tick(FULL_S / 2)
+    (said,) = alarms(node, "kept")
+    assert said.startswith("step 7 was to be kept: ") and said.endswith("its memory is needed: it is gone")
+    assert any(at(7) in certificate.releases for certificate in node.certificates("b"))
+
+
+def test_marked_ones_that_cannot_be_stored_go_one_by_one() -> None:
+    """Two went at the same instant, where one slot was enough (a trainer's author)."""
+    node = steward(replicas=0, breakpoint_grace_s=1e6, flush_every_s=0.0).train(free=3)
+    node.capture(7, keep=True).capture(8, keep=True).capture(9)
+    no_storage(node, 20 * FULL_S, until=1)
+    assert len(alarms(node, "kept")) == 1
+    no_storage(node, FULL_S - 1.0)
+    assert len(alarms(node, "kept")) == 1
+    no_storage(node, FULL_S)
+    assert len(alarms(node, "kept")) == 2
 
 
 def begun() -> tuple[Steward, Flush]:

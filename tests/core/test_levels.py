@@ -7,7 +7,7 @@ import pytest
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
-from ckptd.core.protocol.machine.levels import CERTIFICATES_KEPT_MAX, RELEASED_KEPT_MAX
+from ckptd.core.protocol.machine.levels import CERTIFICATES_KEPT_MAX, RELEASED_KEPT_MAX, forget_oldest
 from tests.core.machines import EPOCH, Member, at, layout, only, record_of
 
 
@@ -128,3 +128,12 @@ def test_the_newest_durable_step_is_one_of_this_epoch(node: Member) -> None:
     node.certify(2, 7, 0, durable=True)
     node.certify(3, 9, 1)
     assert levels.newest_durable_step() == 7
+
+
+def test_what_is_held_stays_in_the_list_however_many_come_after_it() -> None:
+    """P15: restore(step=3) found it, and no list named it (a trainer's author)."""
+    told = {at(step): ins.TellLevel(at(step), 0, 0, False) for step in range(3, 9)}
+    forget_oldest(told, 2, lambda _: True, {at(3), at(4), at(5)})
+    assert list(told) == [at(3), at(4), at(5)]
+    forget_oldest(told, 2, lambda _: True)
+    assert list(told) == [at(4), at(5)]

@@ -290,6 +290,21 @@ def test_the_handle_of_a_snapshot_whose_memory_another_one_has_says_so(tmp_path:
         until(lambda: all(handle.status == handles.RELEASED for handle in gone), what="the slots' next grants")
         assert len(gone) == 3 and all(handle.taken for handle in made)
         assert [handle.status for handle in made if handle not in gone] == ["durable", "sealed", "sealed", "sealed"]
+        began = time.monotonic()
+        assert gone[0].wait("durable", 60) == handles.RELEASED, "nothing else is going to be said"
+        assert time.monotonic() - began < 30
+    assert gone[0].wait("durable", 60) == handles.RELEASED == gone[0].status, "nor after close()"
+
+
+def test_a_handle_of_which_there_is_more_to_say_is_told_however_many_come_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P2: 256 captures later a step that was to be kept became durable, and its handle said "sealed" for good."""
+    monkeypatch.setattr(handles, "HANDLES_KEPT_MAX", 4)
+    books, made = handles.Handles(), {step: Handle(step, "captured", lambda *_: "", grant=step) for step in range(1, 10)}
+    for step, handle in made.items():
+        books.follow(handle)
+        assert books.hear(handle, wire.Level(1, step, step, 0, 0, step > 2, ""))
+    assert [step for step in made if books.of(step) is not None] == [1, 2, 8, 9]
+    assert books.hear(made[1], wire.Level(1, 1, 1, 0, 0, True, "")) and made[1].status == "durable"
 
 
 def test_a_level_is_not_called_a_fact_while_the_daemon_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import TypeVar
 
@@ -59,11 +59,16 @@ class Levels:
         return max((s.step for s, told in self.told.items() if told.durable and s.epoch == number), default=-1)
 
 
-def forget_oldest(told: dict[SnapshotId, T], most: int, is_candidate: Callable[[SnapshotId], bool]) -> None:
-    """The newest durable one stays, however many come after it: a loss of all memory leads back to it."""
+def forget_oldest(
+    told: dict[SnapshotId, T], most: int, is_candidate: Callable[[SnapshotId], bool], held: Container[SnapshotId] = ()
+) -> None:
+    """The newest durable one stays, however many come after it: a loss of all memory leads back to it. So does what is held."""
     while len(told) > most:
         durable = max((s for s, said in told.items() if said.durable and is_candidate(s)), default=None)
-        del told[min(snapshot for snapshot in told if snapshot != durable)]
+        others = [snapshot for snapshot in told if snapshot != durable and snapshot not in held]
+        if not others:
+            return
+        del told[min(others)]
 
 
 def _said(certificate: Certificate) -> tuple[int, int, bool]:

@@ -217,6 +217,7 @@ class Certify:
         if by == "outdone" and state.failures and state.keep and not state.durable:
             text = f"step {state.snapshot.step} was to be kept: {state.failures} tries to store it failed, and its memory is needed"
             self._ctx.emit(Alarm("kept", f"{text}: it is gone"))
+            self._grants.gets_room()  # the others that are to be kept stay, until nothing has got a slot for as long again
         state.become_released(by)
         self._table.release(state.snapshot)
         self._rounds = 0

@@ -157,10 +157,10 @@ class Guards:
 
     def _kept(self, state: SnapshotState) -> bool:
         """keep=True: it waits for its flush, also while a member that holds a part of it is away for a moment. Where that has often
-        failed it goes when nothing newer gets a slot for it (P14)."""
+        failed it goes when nothing newer has long got a slot for it (P14)."""
         there = state.level >= 0 or not self._sessions.members_live()
         unflushed = state.keep and not state.durable and there and self._ctx.is_candidate(state.snapshot)
-        waits = state.failures < KEEP_FAILURES_MAX or not self._grants.presses()
+        waits = state.failures < KEEP_FAILURES_MAX or not self._grants.full()
         return unflushed and self._ctx.policy.durable and waits
 
     def _has_nothing_yet(self) -> bool:
