@@ -131,14 +131,14 @@ EDITS = (
     Edit(
         "nodes are counted, not failure domains",
         "core/protocol/machine/steward/table.py",
-        "[(domain(node), tier) for",
-        "[(node, tier) for",
+        "{node: self._ctx.domain(node) for",
+        "{node: node for",
     ),
     Edit(
         "nodes that are gone still count",
         "core/protocol/machine/steward/table.py",
-        "for node, tier in nodes.items() if counts(node)]\n",
-        "for node, tier in nodes.items()]\n",
+        "for node in holding if counts(node)}",
+        "for node in holding}",
     ),
     Edit(
         "a snapshot is whole although a rank is missing",
