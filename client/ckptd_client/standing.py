@@ -7,7 +7,9 @@ is in one long call, as a busy machine makes them: that it has come out of it do
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 BUSY_MIN = 0.05  # of the time, on a processor: a thread that waits or sleeps in a call uses next to nothing, one that writes more
@@ -36,4 +38,14 @@ def may_be_in_the_same_call(then: Standing) -> bool:
     if now is None or now[:3] != then[:3]:
         return False
     seconds = now.at_s - then.at_s
-    return seconds < OBSERVED_MIN_S or now.cpu_s - then.cpu_s >= BUSY_MIN * seconds
+    return seconds < OBSERVED_MIN_S or now.cpu_s - then.cpu_s >= BUSY_MIN * seconds or not _sleeps(then.thread)
+
+
+def _sleeps(thread: int) -> bool:
+    """In the kernel's words. A writer that gets no processor, as its host has given that to others, is not asleep."""
+    known = next((known for known in threading.enumerate() if known.ident == thread), None)
+    try:
+        stat = Path(f"/proc/self/task/{known.native_id}/stat").read_bytes() if known is not None else b") S"
+    except OSError:
+        return True  # it has ended
+    return stat.rpartition(b") ")[2][:1] == b"S"
