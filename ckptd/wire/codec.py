@@ -69,7 +69,7 @@ def _parts(data: bytes | memoryview) -> tuple[str, dict[str, msgspec.Raw]]:
     """A message's class and its fields, as they lie there."""
     try:
         return _PARTS.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: text that is no UTF-8
         raise DecodeError(f"not a message: {error}") from error
 
 

@@ -114,7 +114,9 @@ def test_a_long_message_is_looked_at_as_a_short_one_is() -> None:
         decode(packed(name, **fields))
     with pytest.raises(DecodeError, match="unknown message"):
         decode(packed("os.system", **fields))
-    for damaged in (encode(report) + b"\x00", encode(report)[:-1], encode(report)[:5000], b"\x91" * 100_000):
+    whole = encode(report)
+    no_text = whole.replace(b"\xa5nodes", b"\xa5nod\xff\xff")
+    for damaged in (no_text, whole + b"\x00", whole[:-1], whole[:5000], b"\x91" * 100_000):
         with pytest.raises(DecodeError):
             decode(damaged)
 
