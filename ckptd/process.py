@@ -90,11 +90,18 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 def start_ticks(pid: int) -> int:
     """Field 22 of /proc/PID/stat, UNKNOWN_START when it may not be read."""
+    fields = stat_fields(str(pid))
+    return int(fields[19]) if len(fields) > 19 else UNKNOWN_START
+
+
+def stat_fields(who: str) -> list[str]:
+    """Those of /proc/WHO/stat from the third on: state, parent and so on; none when it may not be read. who: "PID", or
+    "self/task/TID" for a thread of ours."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return UNKNOWN_START
+        with open(f"/proc/{who}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].decode("ascii").split()
+    except OSError:
+        return []
 
 
 def _readable(fd: int) -> bool:

@@ -349,8 +349,8 @@ class JobShell:
     def _tell_level(self, do: ins.TellLevel) -> None:
         before = self.levels.get(do.snapshot)
         self.levels[do.snapshot] = do
-        is_candidate = lambda it: self.record is not None and self.record.is_candidate(it)  # noqa: E731
-        forget_oldest(self.levels, LEVELS_KEPT_MAX, is_candidate, self.machine.slots.sealed)
+        held = self.machine.slots.sealed
+        forget_oldest(self.levels, LEVELS_KEPT_MAX, lambda it: self.record is not None and self.record.is_candidate(it), held)
         self._count_level(before, do)
         if do.durable:
             self.durable.read_back.committed(do.snapshot)

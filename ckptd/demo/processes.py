@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ckptd.process import stat_fields
+
 MARK = "CKPTD_DEMO_MARK"  # "{run}.{node}.{daemon|job}", inherited by everything that is started with it
 DEAD_TIMEOUT_S = 10.0
 MEMFD = "/memfd:"
@@ -89,18 +91,12 @@ def _mark(pid: int) -> str:
     return ""
 
 
-def _stat(pid: int) -> list[str]:
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()
-    return []
-
-
 def _state(pid: int) -> str:
-    return (_stat(pid) or [""])[0]
+    return (stat_fields(str(pid)) or [""])[0]
 
 
 def _parent_and_session(pid: int) -> tuple[int, int]:
-    stat = _stat(pid)
+    stat = stat_fields(str(pid))
     return (int(stat[1]), int(stat[3])) if len(stat) > 3 else (0, 0)
 
 

@@ -30,7 +30,7 @@ from ckptd.wire.codec import CONTROL_MESSAGE_BYTES_MAX
 
 # 2: both ends of a fetch know where its units end; 3: a fetch says whether it may be paced; 4: and whether to ask again;
 # 5: a void says what was written; 6: and which grant was the newest; 7: a snapshot names the grant that it was captured under;
-# 8: layouts are in columns
+# 8: layouts are in columns; 11: a report names the world by a digest
 PROTOCOL_VERSION = 11
 FRAME_BYTES_MAX = 256 * 1024  # ZMQ_MAXMSGSIZE
 NAME_BYTES_MAX = 256  # node, incarnation, job
