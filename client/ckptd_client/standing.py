@@ -1,7 +1,8 @@
 """Where a thread of this process stands in its program, and whether it may still be in the very call that it was in.
 
 torch moves a tensor's counter when a write is over. So a counter that stands still proves nothing while the thread that may write
-is in one long call, as a busy machine makes them: that it has come out of it does.
+is in one long call, as a busy machine makes them: that it has come out of it does. Nor does it work there alone: torch splits a
+large operation among threads of its own, and who called it sleeps until the last of them is done.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 BUSY_MIN = 0.05  # of the time, on a processor: a thread that waits or sleeps in a call uses next to nothing, one that writes more
 OBSERVED_MIN_S = 0.2  # before that no difference is seen: others may have the processor
+TASKS = Path("/proc/self/task")
+ASLEEP = b"SZX"  # or ended, in the kernel's words. Who gets no processor, as its host has given that to others, is running there
 
 
 class Standing(NamedTuple):
@@ -38,14 +41,17 @@ def may_be_in_the_same_call(then: Standing) -> bool:
     if now is None or now[:3] != then[:3]:
         return False
     seconds = now.at_s - then.at_s
-    return seconds < OBSERVED_MIN_S or now.cpu_s - then.cpu_s >= BUSY_MIN * seconds or not _sleeps(then.thread)
+    return seconds < OBSERVED_MIN_S or now.cpu_s - then.cpu_s >= BUSY_MIN * seconds or _works(then.thread)
 
 
-def _sleeps(thread: int) -> bool:
-    """In the kernel's words. A writer that gets no processor, as its host has given that to others, is not asleep."""
-    known = next((known for known in threading.enumerate() if known.ident == thread), None)
+def _works(thread: int) -> bool:
+    """Does it, or a thread that Python knows nothing of and that may work for it? Python's others have calls of their own."""
+    others = {str(known.native_id) for known in threading.enumerate() if known.ident != thread}
+    return any(_runs(task) for task in TASKS.iterdir() if task.name not in others)
+
+
+def _runs(task: Path) -> bool:
     try:
-        stat = Path(f"/proc/self/task/{known.native_id}/stat").read_bytes() if known is not None else b") S"
+        return (task / "stat").read_bytes().rpartition(b") ")[2][:1] not in ASLEEP
     except OSError:
-        return True  # it has ended
-    return stat.rpartition(b") ")[2][:1] == b"S"
+        return False  # it has ended

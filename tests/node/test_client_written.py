@@ -229,18 +229,30 @@ def test_without_a_fence_the_counters_are_asked_before_the_seal(
         assert_same(daemon.held[1, 1][0], expected)
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """So many, the caller among them, for one operation of torch's on the host, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.writes_what_is_read
-@pytest.mark.parametrize("write_s", [capture.WRITE_S, 0.0])
+@pytest.mark.parametrize(("write_s", "threads"), [(capture.WRITE_S, 2), (0.0, 1), (0.0, 16)], indirect=["threads"])
 def test_a_write_that_is_under_way_when_the_last_byte_is_copied_is_found(
-    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, write_s: float
+    daemon: RankDaemonDouble, monkeypatch: pytest.MonkeyPatch, write_s: float, threads: int
 ) -> None:
-    """A counter moves when the write is over. Nothing is delayed here but the write, which may take longer than is waited for."""
+    """A counter moves when the write is over. Nothing is delayed here but the write, which may take longer than is waited for.
+    Who calls it is soon done with its own part, and sleeps until the others of torch's pool are."""
     monkeypatch.setattr(capture, "WRITE_S", write_s)
     failpoint.arm("")
     torch.manual_seed(1)
-    weight = torch.rand(1 << 24 if write_s else 1 << 20)  # copied while the slow write below runs
+    weight = torch.rand(1 << 24 if write_s else 1 << 20 if threads == 1 else 1 << 23)  # copied while the slow write below runs
+    if threads > 2:
+        weight[: len(weight) // threads] = 0.0  # where the slow function below has a pole, which is quick
     parameter = nn.Parameter(weight)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
     with begun(daemon, w=parameter, opt=optimizer) as client:
         for step in range(1, 4):
             parameter.grad = torch.ones_like(parameter)
