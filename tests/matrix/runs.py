@@ -54,7 +54,7 @@ def run(node: Node, worker: str, ranks: int, folder: Path, job: str, **settings:
         raise AssertionError(f"it hangs:\n{log.read_text()[-6000:]}") from None
     rows = [json.loads(line) for path in sorted(folder.glob("rank-*")) for line in path.read_text().splitlines()]
     killed = "dies_at" in settings
-    assert (status != 0) == killed, log.read_text()[-6000:]
+    assert (status != 0) == killed, f"{rows[-ranks:]}\n{log.read_text()[-6000:]}"
     if killed:
         dead = {row["rank"] for row in rows if row["kind"] == "dies"}
         assert dead == set(range(ranks)), log.read_text()[-6000:]

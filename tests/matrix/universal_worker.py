@@ -43,7 +43,7 @@ def losses(step: Any, steps: Iterator[int] | range) -> list[float]:
 def main() -> None:
     import deepspeed
 
-    from tests.matrix.worker import SETTINGS, wrote
+    from tests.matrix.worker import SETTINGS, leave, wrote
 
     deepspeed.init_distributed("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -76,7 +76,7 @@ def main() -> None:
         found.append(total.item() / world)
     told = {"steps": engine.global_steps, "rest": sorted(rest), "extra": client_state["extra"]["note"]}
     wrote("ends", losses=found, untouched=untouched, **told)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ def two_groups(net: nn.Module) -> torch.optim.AdamW:
 def main(stage: int, half: bool, folder: str) -> None:
     import deepspeed
 
+    from tests.matrix.worker import leave
+
     deepspeed.init_distributed("gloo")
     net = Net().bfloat16() if half else Net()
     config = {
@@ -49,7 +51,7 @@ def main(stage: int, half: bool, folder: str) -> None:
         engine.backward(engine(values.bfloat16() if half else values))
         engine.step()
     engine.save_checkpoint(folder, tag=TAG, client_state={"mine": [1, 2]})
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
