@@ -92,7 +92,8 @@ def test_boxes_of_a_running_job_are_read_from_outside(nodes: Cluster) -> None:
 
 @pytest.mark.chaos
 def test_a_dead_node_is_read_from_its_peer_and_dead_memory_from_storage(nodes: Cluster, tmp_path: Path) -> None:
-    made, world, parts = trained(nodes, 2, "durable", storage_root=nodes.root / "storage")
+    made, world, parts = trained(nodes, 2, "protected", storage_root=nodes.root / "storage")
+    assert all("durable" in str(said) for said in together(world, "wait", level="durable"))  # which may come before its copies
     for trainer in world:
         trainer.kill()
     made[1].kill()

@@ -85,6 +85,23 @@ def test_who_lists_what_nobody_holds_any_more_beside_a_newer_one_hears_that_it_i
     assert node.level(7, to="d") == 1
 
 
+def test_who_shows_what_was_lost_before_it_could_be_read_hears_that_it_fell() -> None:
+    """Whoever held a part of it came back without, and the part's layout had not arrived: it was forgotten in silence (P2; seed
+    1803)."""
+    old = at(5, OLD)
+    node = steward(record_of("ab", outside="d", ancestry=(old,)))
+    node.others["d"].tell_inventory(fact(5, 0, epoch=OLD, world=3))
+    node.others["b"].tell_inventory(certified=((old, 1, True),))
+    node.train().capture(7)
+    assert node.level(5, epoch=OLD) is None, "it cannot be read yet"
+    node.tick(1.0)
+    node.hear("d", msg.Inventory("", node.record, ()))  # it knows of no session
+    node.others["d"].tell_inventory()
+    node.tick(REPEAT_S + 0.5)
+    said = node.certificates("b")
+    assert old in {one for c in said for one in c.releases} or node.level(5, epoch=OLD) == -1
+
+
 def test_who_missed_that_something_is_void_hears_that_it_fell() -> None:
     node = steward(record_of("abc"), replicas=0).train().capture(7)
     for name, rank in (("b", 1), ("c", 2)):

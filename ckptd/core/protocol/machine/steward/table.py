@@ -164,8 +164,10 @@ class SnapshotTable:
         self._keep_released(snapshot)
 
     def held_nowhere(self, state: SnapshotState) -> bool:
-        """Nobody holds anything of it any more, as far as is known; what was certified stays as fallen."""
-        return not state.nodes() and (state.phase is Phase.VOID or state.certificate is None)
+        """Nobody holds anything of it any more, as far as is known; that of which nodes show a level, from us or from an earlier
+        steward, stays until they are told (P2)."""
+        told = state.certificate is not None or self.remembers(state.snapshot)
+        return not state.nodes() and (state.phase is Phase.VOID or not told)
 
     def drop(self, state: SnapshotState) -> None:
         state.become_gone("held_nowhere")
