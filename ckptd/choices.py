@@ -1,9 +1,10 @@
-"""What several commands let one choose: names by patterns, how names begin, a dtype."""
+"""What several commands let one choose: names by patterns, how names begin, a dtype, a part of the work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.dtypes import FLOATS, TORCH_NAMES
@@ -86,3 +87,23 @@ class PrefixMap:
         if idle:
             hint = f"names go on with a dot behind it, as in {', '.join(sorted(self._seen)[:SHOWN_MAX])}"
             raise CkptdError(f"begins no name: {', '.join(idle)}", where="--prefix-map", hint=hint)
+
+
+class Share(NamedTuple):
+    """``number``, from 0 on, ``of`` so many processes."""
+
+    number: int
+    of: int
+
+    @staticmethod
+    def parse(text: str) -> Share:
+        """From 1 on, as the command line has it. Raises CkptdError."""
+        number, _, count = text.partition("/")
+        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise CkptdError(f"no part of the work: {text}", where="--part", hint="K/N: 1/4 to 4/4, then once without it")
+        return Share(int(number) - 1, int(count))
+
+    def has(self, at: int, nbytes: int, total: int) -> bool:
+        """Is what lies at this byte of all of them its own?"""
+        middle = at + nbytes // 2
+        return min(middle * self.of // max(total, 1), self.of - 1) == self.number

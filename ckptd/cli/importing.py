@@ -13,7 +13,7 @@ from ckptd.cli.flags import Loaded, with_settings
 from ckptd.core.errors import CkptdError
 
 if TYPE_CHECKING:
-    from ckptd.choices import Patterns
+    from ckptd.choices import Patterns, Share
     from ckptd.imports.optimizers import Named
     from ckptd.imports.sources import Found
 
@@ -43,15 +43,19 @@ def import_(
     as_is: Annotated[
         bool, typer.Option("--as-is", help="of dcp: under its own names, for CkptdStorageReader; of torch_dist it always is so")
     ] = False,
+    part: Annotated[
+        str | None,
+        typer.Option("--part", help="write one of N parts, others beside it the rest; then once without it", metavar="K/N"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be written")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Write a checkpoint of another program below --storage-root, from where client.restore() of that job takes it.
 
     Its tensors are read range by range, its pickles by an unpickler that imports nothing: classes that are not known become inert,
-    and are named.
+    and are named. After a kill the same command goes on.
     """
-    from ckptd.choices import Patterns
+    from ckptd.choices import Patterns, Share
     from ckptd.cli.show import print_json
     from ckptd.imports.hints import hints
     from ckptd.imports.sources import Kind, load
@@ -59,6 +63,7 @@ def import_(
 
     if kind not in {one.value for one in Kind}:
         raise CkptdError(f"--from {kind} is not known", hint=f"one of {KINDS}")
+    share = Share.parse(part) if part is not None else None
     if loaded.config.storage_root is None:
         raise CkptdError("no storage root", hint="--storage-root DIR, the one that the daemons have")
     found = load(str(source), Kind(kind), as_is=as_is)
@@ -66,9 +71,11 @@ def import_(
     _choose(made, Patterns(only or ()), dtype, found.foreign)
     made.notes += hints(made, first=found.step == 0 and step is None)
     full_job, step = own_job(job), found.step if step is None else step
-    where = "" if dry_run else _write(loaded.config.storage_root, full_job, step, made, quiet=as_json)
-    report = {
-        "job": full_job, "step": step, "path": where, "bytes": sum(stored.nbytes for stored, _ in made.tensors.values()),
+    report: dict[str, Any] = {"path": "", "part": part, "written": 0, "reused": 0}
+    if not dry_run:
+        report |= _write(loaded.config.storage_root, full_job, step, made, share, quiet=as_json)
+    report |= {
+        "job": full_job, "step": step, "bytes": sum(stored.nbytes for stored, _ in made.tensors.values()),
         "tensors": {key: [stored.dtype, list(stored.shape)] for key, (stored, _) in made.tensors.items()},
         "objects": sorted(made.objects), "aliases": made.aliases, "meta": sorted(made.meta), "foreign": sorted(found.foreign),
         "notes": made.notes,
@@ -117,7 +124,7 @@ def _no_tensor(had: list[str], foreign: set[str]) -> str:
     return "the file has none; save state_dict()s"
 
 
-def _write(root: str, job: str, step: int, made: Named, *, quiet: bool) -> str:
+def _write(root: str, job: str, step: int, made: Named, share: Share | None, *, quiet: bool) -> dict[str, Any]:
     from ckptd.cli.verify import bar
     from ckptd.imports.write import write
     from ckptd.persist.names import step_dir
@@ -128,7 +135,9 @@ def _write(root: str, job: str, step: int, made: Named, *, quiet: bool) -> str:
     try:
         with bar("import", quiet=quiet) as progress:
             storage = storage_at(root, create=True)
-            return storage.locate(step_dir(job, write(storage, job, step, made, progress, cancelled)))
+            done = write(storage, job, step, made, progress, cancelled, share)
+        path = storage.locate(step_dir(job, done.snapshot)) if share is None else ""
+        return {"path": path, "written": done.written, "reused": done.reused}
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -141,7 +150,12 @@ def _print(report: dict[str, Any], *, dry_run: bool) -> None:
         console().print(table("", ("key", "dtype", "shape"), rows))
     verb = "would be written" if dry_run else "written"
     what = f"{len(report['tensors'])} tensors, {size(report['bytes'])}, and {len(report['objects'])} objects"
-    print(plain(f"job {report['job']}, step {report['step']}: {what} {verb}{' to ' if report['path'] else ''}{report['path']}"))
+    if report["part"] is not None and not dry_run:
+        what = f"part {report['part']}, {size(report['written'] + report['reused'])},"
+        verb = "written; when all are there, once without --part"
+    there = f" ({size(report['reused'])} were there)" if report["reused"] else ""
+    to = f" to {report['path']}" if report["path"] else ""
+    print(plain(f"job {report['job']}, step {report['step']}: {what} {verb}{to}{there}"))
     if report["meta"]:
         print(plain(f"in client.last_restore['meta']: {', '.join(report['meta'])}"))
     if report["foreign"]:

@@ -15,11 +15,11 @@ import msgspec
 import xxhash
 from ckptd_client.integrations.dcp_names import PLANNER_DATA
 
+from ckptd.choices import Share
 from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import local_root
 from ckptd.export.contents import Contents
 from ckptd.export.durable import Durable
-from ckptd.export.journal import Share
 from ckptd.export.selection import Selection
 from ckptd.export.source import Source
 from ckptd.export.staging import Staging, check

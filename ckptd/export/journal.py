@@ -8,33 +8,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
+from ckptd.choices import Share
 from ckptd.core.errors import CkptdError
 
 NAME = "journal"
 TURN_S, LOOKS_EACH_S = 2.0, 0.05  # so long who shares it waits for another to begin it
 Row = dict[str, Any]
-
-
-class Share(NamedTuple):
-    """``number``, from 0 on, ``of`` so many processes."""
-
-    number: int
-    of: int
-
-    @staticmethod
-    def parse(text: str) -> Share:
-        """From 1 on, as the command line has it. Raises CkptdError."""
-        number, _, count = text.partition("/")
-        if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            raise CkptdError(f"no part of an export: {text}", where="--part", hint="K/N: 1/4 to 4/4, then once without it")
-        return Share(int(number) - 1, int(count))
-
-    def has(self, at: int, nbytes: int, total: int) -> bool:
-        """Is what lies at this byte of all of them its own?"""
-        middle = at + nbytes // 2
-        return min(middle * self.of // max(total, 1), self.of - 1) == self.number
 
 
 class Journal:
@@ -127,6 +108,3 @@ def _rows(file: TextIO, *, repair: bool) -> list[Row]:
     if repair:
         os.truncate(file.fileno(), whole)
     return rows
-
-
-__all__ = ["Journal", "Share"]

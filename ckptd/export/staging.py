@@ -15,9 +15,10 @@ from typing import Any
 
 import xxhash
 
+from ckptd.choices import Share
 from ckptd.core.errors import CkptdError
 from ckptd.directory import sync_path
-from ckptd.export.journal import Journal, Share
+from ckptd.export.journal import Journal
 from ckptd.persist.names import MANIFEST, epoch_of_dir
 from ckptd.persist.storage.base import FULL
 from ckptd.units import format_bytes

@@ -1,4 +1,8 @@
-"""A checkpoint of another program becomes a job's first epoch, by the writer and the commit that daemons use."""
+"""A checkpoint of another program becomes a job's first epoch, by the writer and the commit that daemons use.
+
+It is written in parts, each with its writer's report beside it in the attempt, which is named after what is imported: whoever
+imports the same again, after a kill or in another process, goes on from the parts that are there.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +10,93 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+import xxhash
+
+from ckptd.choices import Share
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.life import is_grave
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.catalogue import META
-from ckptd.core.state_map.layout import UNIQUE
+from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from ckptd.persist import report as r
 from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_all
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch, newest_record
-from ckptd.persist.names import attempt_dir, check_job, epoch_dir, epoch_of_dir
+from ckptd.persist.names import PART, attempt_dir, check_job, epoch_dir, epoch_of_dir
+from ckptd.persist.packing import FILE_BYTES_MAX, cut
 from ckptd.persist.pieces import ObjectBlob, OutChunk
-from ckptd.persist.storage.base import Storage
-from ckptd.persist.writer import write_chunks
+from ckptd.persist.storage.base import NotFound, Storage, read_file
+from ckptd.persist.sums import SUM_BYTES, digest
+from ckptd.persist.writer import check_room, write_chunks
 
 if TYPE_CHECKING:
     from ckptd.imports.optimizers import Named
 
 NODE = "import"  # stands for the node that the only rank lived on
+PART_BYTES = FILE_BYTES_MAX  # what a kill may cost
+REPORT = ".report"
 TAKEN = "a job is imported before its first start: name another --job, or `ckptd forget JOB --storage` first"
+Progress = Callable[[int, int], None]
+
+
+class Imported(NamedTuple):
+    """written, reused: bytes of tensors, by this process and by who wrote parts of the same import before."""
+
+    snapshot: SnapshotId
+    written: int
+    reused: int
+
+
+class Part(NamedTuple):
+    """Of all tensors: from the byte ``at`` on, in files of its own."""
+
+    name: str
+    chunks: list[OutChunk]
+    at: int
+    nbytes: int
 
 
 def write(
-    storage: Storage, job: str, step: int, named: Named, progress: Callable[[int, int], None], cancelled: threading.Event
-) -> SnapshotId:
-    """Raises CkptdError: the job has been started, or anything that storage has against it; then nothing of it is left."""
-    number = _free_epoch(storage, job)
-    snapshot, attempt = SnapshotId(number, step), f"import-{secrets.token_hex(6)}"
-    objects = _encoded(named, step)
-    items = [
-        LayoutItem(key, stored.dtype, stored.shape, Box.whole(stored.shape), role, UNIQUE, 0)
-        for key, (stored, role) in named.tensors.items()
-    ]
-    layout = build_layout(0, 1, items, sum(len(blob.data) for blob in objects), aliases=list(named.aliases.items()))
-    record = EpochRecord(number, secrets.token_hex(16), (NODE,), (), before=(-1, ()))
-    try:
-        report = write_chunks(
-            storage, job, snapshot, attempt, NODE, lambda: (_chunks(named), objects), [0], cancelled, progress
-        )
+    storage: Storage,
+    job: str,
+    step: int,
+    named: Named,
+    progress: Progress,
+    cancelled: threading.Event,
+    share: Share | None = None,
+) -> Imported:
+    """share: this process's parts alone, and nothing is committed. Raises CkptdError: the job has been started, or anything that
+    storage has against it; the parts that are there stay for the next try."""
+    objects, parts = _encoded(named, step), _parts(named)
+    total = sum(part.nbytes for part in parts)
+    plan = _plan(job, step, named, objects)
+    attempt = f"{NODE}-{plan[:16]}"
+    snapshot = SnapshotId(_epoch(storage, job, attempt), step)
+    record = EpochRecord(snapshot.epoch, plan, (NODE,), (), before=(-1, ()))
+    place = storage, job, snapshot, attempt
+    reports = _there(storage, attempt_dir(job, snapshot, attempt))
+    mine = [part for part in parts if share is None or share.has(part.at, part.nbytes, total)]
+    done = reused = sum(part.nbytes for part in mine if part.name in reports)
+    wanted = sum(part.nbytes for part in mine)
+    check_room(storage, wanted - reused, attempt_dir(job, snapshot, attempt))
+    for part in mine:
+        if part.name not in reports:
+            told = _further(progress, done, wanted)
+            reports[part.name] = _write_part(place, part, cancelled, told)
+            done += part.nbytes
+    if share is None:
+        left = write_chunks(*place, NODE, lambda: ([], objects), [0], cancelled)
         _claim(storage, job, record)
-        commit(storage, job, snapshot, attempt, record, [report], {0: layout}, frozenset(), keep=False)
-    except BaseException:
-        storage.discard(attempt_dir(job, snapshot, attempt))
-        raise
-    return snapshot
+        whole = [*(reports[part.name] for part in parts), left]
+        commit(*place, record, whole, {0: _layout(named, objects)}, frozenset(), keep=False)
+        _discard_others(storage, job)
+    return Imported(snapshot, done - reused, reused)
 
 
 def own_job(name: str) -> str:
@@ -60,20 +104,96 @@ def own_job(name: str) -> str:
     return check_job(name if "/" in name else f"{os.getuid()}/{name}")
 
 
-def _free_epoch(storage: Storage, job: str) -> int:
-    """The one behind all that others took. What imports left that were killed is no start: attempts, or a claim without a
-    checkpoint."""
-    highest, newest = highest_epoch(storage, job), newest_record(storage, job)
+# --- parts ----------------------------------------------------------------------------------------------------------
+def _parts(named: Named) -> list[Part]:
+    chunks = [
+        OutChunk(key, None, stored.dtype, stored.shape, role, Box.whole(stored.shape), stored.places)
+        for key, (stored, role) in named.tensors.items()
+    ]
+    groups: list[list[OutChunk]] = [[]]
+    nbytes = 0
+    for chunk in cut(chunks, PART_BYTES):
+        if groups[-1] and nbytes + chunk.nbytes > PART_BYTES:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(chunk)
+        nbytes += chunk.nbytes
+    sizes = [sum(chunk.nbytes for chunk in group) for group in groups]
+    places = accumulate(sizes, initial=0)
+    return [Part(f"{NODE}-{number:05d}", *found) for number, found in enumerate(zip(groups, places, sizes, strict=False))]
+
+
+def _write_part(
+    place: tuple[Storage, str, SnapshotId, str], part: Part, cancelled: threading.Event, progress: Progress
+) -> bytes:
+    """Its files are durable before its report is, and whose report is there is not written again."""
+    storage, job, snapshot, attempt = place
+    report = write_chunks(*place, part.name, lambda: (part.chunks, []), [], cancelled, progress)
+    out = storage.put(f"{attempt_dir(job, snapshot, attempt)}/{part.name}-{secrets.token_hex(4)}{REPORT}")
+    try:
+        out.write(digest(report) + report)
+        out.finish()
+    finally:
+        out.abort()
+    return report
+
+
+def _there(storage: Storage, directory: str) -> dict[str, bytes]:
+    """The reports of parts whose files are there as they were written; a report that its writer's death has torn is none."""
+    entries = {entry.name.removesuffix(PART): entry.size for entry in storage.list(directory)}
+    found: dict[str, bytes] = {}
+    for name in sorted(name for name in entries if name.endswith(REPORT)):
+        try:
+            data = read_file(storage, f"{directory}/{name}", r.REPORT_BYTES_MAX)
+        except NotFound:
+            continue
+        said = data[SUM_BYTES:]
+        if digest(said) != data[:SUM_BYTES]:
+            continue
+        report = r.decode(said)
+        sides = {report.side.path: report.side.size} if report.side is not None else {}
+        if (sides | {file.path: file.size for file in report.files}).items() <= entries.items():
+            found[report.node] = said
+    return found
+
+
+def _further(progress: Progress, before: int, total: int) -> Progress:
+    return lambda done, _: progress(before + done, total)
+
+
+# --- which import this is -------------------------------------------------------------------------------------------
+def _plan(job: str, step: int, named: Named, objects: list[ObjectBlob]) -> str:
+    """What decides the bytes: the files as they are now, and what is taken of them."""
+    paths = sorted({place.path for stored, _ in named.tensors.values() for place in stored.places})
+    stats = [(os.path.abspath(path), (facts := os.stat(path)).st_size, facts.st_mtime_ns) for path in paths]
+    tensors = [(key, role, stored.dtype, stored.shape, stored.places) for key, (stored, role) in named.tensors.items()]
+    blobs = [(blob.name, blob.data) for blob in objects]
+    how = [r.REPORT_VERSION, PART_BYTES, job, step, stats, tensors, sorted(named.aliases.items()), blobs]
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(how))
+
+
+def _epoch(storage: Storage, job: str, attempt: str) -> int:
+    """The one that this import has begun, or the one behind all that others took. What imports left that were killed is no start:
+    attempts, or a claim without a checkpoint."""
+    highest, newest, attempts = highest_epoch(storage, job), newest_record(storage, job), _attempts(storage, job)
     of_import = newest is None or is_grave(newest) or (newest.ranks == (NODE,) and not newest.nodes)
-    if not of_import or list_all(storage, job) or not all(f".{NODE}-" in name for name in _attempts(storage, job)):
+    if not of_import or list_all(storage, job) or not all(f".{NODE}-" in path for path in attempts):
         raise CkptdError(f"this job has been started: storage knows epoch {highest} of it", where=job, hint=TAKEN)
-    return highest + 1
+    begun = any(path.startswith(f"{epoch_dir(job, highest)}/") and f".{attempt}{PART}" in path for path in attempts)
+    return highest if begun else highest + 1
 
 
 def _attempts(storage: Storage, job: str) -> list[str]:
     forgotten = forgotten_epoch(storage, job)
     numbers = [number for entry in storage.list(job) if (number := epoch_of_dir(entry.name)) is not None and number > forgotten]
-    return [entry.name for number in numbers for entry in storage.list(epoch_dir(job, number))]
+    return [f"{path}/{entry.name}" for path in (epoch_dir(job, number) for number in numbers) for entry in storage.list(path)]
+
+
+def _discard_others(storage: Storage, job: str) -> None:
+    """Imports that were begun otherwise and given up."""
+    for path in _attempts(storage, job):
+        if path.endswith(PART):
+            storage.discard(path)
 
 
 def _claim(storage: Storage, job: str, record: EpochRecord) -> None:
@@ -81,11 +201,13 @@ def _claim(storage: Storage, job: str, record: EpochRecord) -> None:
         raise CkptdError("the job was started meanwhile", where=job, hint=TAKEN)
 
 
-def _chunks(named: Named) -> list[OutChunk]:
-    return [
-        OutChunk(key, None, stored.dtype, stored.shape, role, Box.whole(stored.shape), stored.places)
+# --- what it consists of --------------------------------------------------------------------------------------------
+def _layout(named: Named, objects: list[ObjectBlob]) -> Layout:
+    items = [
+        LayoutItem(key, stored.dtype, stored.shape, Box.whole(stored.shape), role, UNIQUE, 0)
         for key, (stored, role) in named.tensors.items()
     ]
+    return build_layout(0, 1, items, sum(len(blob.data) for blob in objects), aliases=list(named.aliases.items()))
 
 
 def _encoded(named: Named, step: int) -> list[ObjectBlob]:

@@ -128,6 +128,14 @@ def write_chunks(
     return encode(report)
 
 
+def check_room(storage: Storage, nbytes: int, directory: str) -> None:
+    """Raises StorageError: so much would not fit."""
+    free = storage.free_bytes()
+    if free < nbytes + SPARE_BYTES:
+        text = f"{format_bytes(nbytes)} needed and {format_bytes(SPARE_BYTES)} in reserve, {format_bytes(free)} free"
+        raise storage_error(OSError(errno.ENOSPC, text), "write", storage.locate(directory))
+
+
 class _Run:
     """One call of write_pieces: names, progress, what to delete if it fails."""
 
@@ -154,10 +162,7 @@ class _Run:
 
     def begin(self) -> None:
         failpoint("persist.write.begin")
-        free = self.storage.free_bytes()
-        if free < self.total + SPARE_BYTES:
-            text = f"{format_bytes(self.total)} needed and {format_bytes(SPARE_BYTES)} in reserve, {format_bytes(free)} free"
-            raise storage_error(OSError(errno.ENOSPC, text), "write", self.storage.locate(self.directory))
+        check_room(self.storage, self.total, self.directory)
         self.storage.begin(self.directory)
 
     def write(self, packages: list[Package], blobs: list[ObjectBlob], kept: list[KeptFile], threads: int) -> Report:

@@ -18,7 +18,7 @@ JOB = "imported"
 STEP = 7
 
 
-def run_import(cli: Cli, source: Path, kind: str, root: Path, *more: object) -> dict[str, Any]:
+def run_import(cli: Cli, source: Path, kind: str, root: Path | str, *more: object) -> dict[str, Any]:
     ran = cli("import", source, "--from", kind, "--job", JOB, "--step", STEP, "--storage-root", root, "--json", *more)
     assert ran.code == 0, ran.err
     report: dict[str, Any] = json.loads(ran.out)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptd.choices import Share
 from ckptd.core.errors import CkptdError
 from ckptd.export import dcp as dcp_form
 from ckptd.export.export import Report, Request, export
-from ckptd.export.journal import NAME, Journal, Share
+from ckptd.export.journal import NAME, Journal
 from tests.cluster.nodes import REPO
 from tests.node.checkpoints import World
 from tests.node.commands import Cli
@@ -188,7 +189,7 @@ def test_what_lies_around_the_tensors_is_as_it_is_made(
 @pytest.mark.parametrize("text", ["0/2", "3/2", "1", "1/", "a/b", "-1/2", "1/0"])
 def test_what_is_no_part(original: tuple[Path, World], tmp_path: Path, cli: Cli, text: str) -> None:
     ran = cli("export", original[0], tmp_path / "out", "--to", "torch", "--part", text)
-    assert ran.code == 1 and "no part of an export" in ran.err and not os.listdir(tmp_path)
+    assert ran.code == 1 and "no part of the work" in ran.err and not os.listdir(tmp_path)
 
 
 def test_a_running_job_has_no_parts(tmp_path: Path, cli: Cli) -> None:

@@ -1,0 +1,204 @@
+"""An import that dies goes on where it was, several processes share one, and what is given up is in nobody's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.imports import write
+from ckptd.persist.opening import verify
+from ckptd.persist.storage.base import StorageError
+from ckptd.persist.storage.factory import storage_at
+from tests.cluster.nodes import REPO
+from tests.node.commands import Cli
+from tests.node.imports import JOB, STEP, restored, run_import
+
+PART_BYTES = 256 << 10
+COUNT = 3
+RUN_TIMEOUT_S = 300.0
+ROWS = 40_000  # of 4 bytes: a tensor is less than a part, two are more
+
+# The command line with small parts; it dies before the report of part DIES_AT is written (from 0 on; -1: it does not).
+SCRIPT = """
+import os, signal, sys
+from ckptd.imports import write
+write.PART_BYTES = int(os.environ["PART_BYTES"])
+written, real = [], write.write_chunks
+def counted(*args, **more):
+    report = real(*args, **more)
+    if len(written) == int(os.environ["DIES_AT"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    written.append(report)
+    return report
+write.write_chunks = counted
+from ckptd.cli import main
+main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "PART_BYTES", PART_BYTES)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.save(state(), tmp_path / "c.pt")
+    return tmp_path / "c.pt"
+
+
+def state() -> dict[str, torch.Tensor]:
+    """One is cut into several parts, one is empty."""
+    made = {f"w{at}": torch.arange(ROWS) * 1.5 + at for at in range(6)}
+    return {**made, "large": torch.arange(5 * ROWS).double().reshape(5, ROWS), "none": torch.empty(0, 3)}
+
+
+def command(source: Path, root: Path, *more: str) -> list[str]:
+    flags = ["--from", "torch", "--job", JOB, "--step", str(STEP), "--storage-root", str(root), "--json", *more]
+    return [sys.executable, "-c", SCRIPT, "import", str(source), *flags]
+
+
+def run(source: Path, root: Path, *more: str, dies_at: int = -1, failpoint: str = "") -> subprocess.Popen[str]:
+    env = {**os.environ, "PART_BYTES": str(PART_BYTES), "DIES_AT": str(dies_at), "CKPTD_FAILPOINT": failpoint}
+    return subprocess.Popen(command(source, root, *more), cwd=REPO, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 0
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == -9
+
+
+def check(root: Path, report: dict[str, Any]) -> None:
+    """All of it is there, once, and nothing else."""
+    assert verify(report["path"]).ok and report["written"] + report["reused"] == report["bytes"]
+    assert [path.name for path in Path(report["path"]).parent.iterdir()] == [Path(report["path"]).name]
+    found = {key: torch.full_like(value, 7) for key, value in state().items()}
+    restored(root, model=found)
+    assert all(torch.equal(found[key], value) for key, value in state().items())
+
+
+def given_up(monkeypatch: pytest.MonkeyPatch, cli: Cli, source: Path, root: Path | str, *more: object) -> None:
+    """Storage refuses behind the third part."""
+    real, written = write.write_chunks, list[bytes]()
+
+    def refuses(*args: Any, **named: Any) -> bytes:
+        if len(written) == 3:
+            raise StorageError("the disk is full")
+        written.append(real(*args, **named))
+        return written[-1]
+
+    monkeypatch.setattr(write, "write_chunks", refuses)
+    ran = cli("import", source, "--from", "torch", "--job", JOB, "--step", STEP, "--storage-root", root, *more)
+    assert ran.code == 1 and "the disk is full" in ran.err
+    monkeypatch.setattr(write, "write_chunks", real)
+
+
+@pytest.mark.parametrize("dies_at", [0, 3])
+def test_a_killed_one_goes_on(cli: Cli, source: Path, tmp_path: Path, dies_at: int) -> None:
+    root = tmp_path / "root"
+    killed(run(source, root, dies_at=dies_at))
+    report = run_import(cli, source, "torch", root)
+    assert (report["reused"] > 0) is (dies_at > 0) and report["written"] > 0
+    check(root, report)
+
+
+def test_one_that_dies_at_its_end_writes_nothing_again(cli: Cli, source: Path, tmp_path: Path) -> None:
+    """The epoch that it has claimed is its own."""
+    root = tmp_path / "root"
+    for failpoint in ("persist.claim.published", "persist.commit.checked", "persist.commit.checked"):
+        killed(run(source, root, failpoint=f"{failpoint}:kill"))
+    report = run_import(cli, source, "torch", root)
+    assert report["written"] == 0 and report["path"].startswith(f"{root}/{os.getuid()}/{JOB}/epoch-000001/")
+    check(root, report)
+
+
+@pytest.mark.parametrize("harm", ["torn report", "empty report", "short file", "no file"])
+def test_what_is_not_whole_is_written_again(
+    cli: Cli, source: Path, tmp_path: Path, harm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    given_up(monkeypatch, cli, source, root)
+    ending = ".report.part" if "report" in harm else ".safetensors.part"
+    path = sorted(root.rglob(f"*{ending}"))[0]
+    if harm == "no file":
+        path.unlink()
+    else:
+        os.truncate(path, 0 if harm == "empty report" else path.stat().st_size - 8)
+    report = run_import(cli, source, "torch", root)
+    assert 0 < report["reused"] <= 2 * PART_BYTES
+    check(root, report)
+
+
+def test_a_source_that_changed_is_another(cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    given_up(monkeypatch, cli, source, root)
+    torch.save({key: value + 1 for key, value in state().items()}, source)
+    given_up(monkeypatch, cli, source, root)
+    torch.save(state(), source)
+    report = run_import(cli, source, "torch", root)
+    assert report["reused"] == 0
+    check(root, report)
+
+
+def test_other_options_are_another(cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    given_up(monkeypatch, cli, source, root, "--dtype", "bf16")
+    report = run_import(cli, source, "torch", root)
+    assert report["reused"] == 0
+    check(root, report)
+
+
+def test_into_a_bucket(cli: Cli, source: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = f"{bucket}/imported"
+    for _ in range(2):
+        given_up(monkeypatch, cli, source, root)
+    report = run_import(cli, source, "torch", root)
+    assert report["reused"] > 3 * PART_BYTES and verify(report["path"]).ok
+    attempts = {entry.name for entry in storage_at(root).list(f"{os.getuid()}/{JOB}/epoch-000001")}
+    assert attempts == {f"step-{STEP:010d}"}
+
+
+def test_processes_side_by_side(cli: Cli, source: Path, tmp_path: Path) -> None:
+    """One of them dies; who comes last makes up for it. Each writes what is its own."""
+    root = tmp_path / "root"
+    shares = [run(source, root, "--part", f"{number}/{COUNT}", dies_at=1 if number == 2 else -1) for number in (1, 2, 3)]
+    killed(shares[1])
+    told = [ended(shares[0]), ended(shares[2])]
+    assert all(row["path"] == "" and row["written"] > 0 and row["reused"] == 0 for row in told)
+    assert not list(root.rglob("manifest.json"))
+    report = run_import(cli, source, "torch", root)
+    assert 0 < report["written"] < report["bytes"] - sum(row["written"] for row in told) < report["bytes"]
+    check(root, report)
+
+
+def test_two_of_the_same_are_one(source: Path, tmp_path: Path) -> None:
+    """Both write all of it: whoever is late commits what is committed, or hears that the job has begun."""
+    root = tmp_path / "root"
+    both = [run(source, root) for _ in range(2)]
+    done = [json.loads(out) for out in [process.communicate(timeout=RUN_TIMEOUT_S)[0] for process in both] if out]
+    assert 0 in {process.returncode for process in both}
+    check(root, done[0])
+
+
+def test_a_part_of_nothing(cli: Cli, source: Path, tmp_path: Path) -> None:
+    flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
+    ran = cli("import", source, *flags, "--part", "4/3")
+    assert ran.code == 1 and "no part of the work" in ran.err and not (tmp_path / "root").exists()
+    ran = cli("import", source, *flags, "--part", "1/3")
+    assert ran.code == 0 and "when all are there, once without --part" in ran.out
+    ran = cli("import", source, *flags)
+    assert ran.code == 0 and "were there)" in ran.out and "written to" in ran.out
