@@ -26,7 +26,7 @@ REGION = "us-east-1"
 class Fault:
     """What becomes of one request. status: this instead of an answer, and nothing is done; done: it is carried out all the same.
     lost: it is carried out, and the connection breaks before the answer. cut: so many bytes of the answer's body arrive. blind: its
-    conditions are not looked at."""
+    conditions are not looked at. flip: the bit of the answer's body that is another one, counted from its middle on."""
 
     status: int = 0
     code: str = ""
@@ -34,6 +34,7 @@ class Fault:
     lost: bool = False
     blind: bool = False
     cut: int | None = None
+    flip: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,11 @@ class ObjectServer:
         if fault.lost:
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         start(*said[:2])
+        if fault.flip is not None and answer:
+            bent = bytearray(answer)
+            bit = (4 * len(bent) + fault.flip) % (8 * len(bent))
+            bent[bit // 8] ^= 1 << bit % 8
+            answer = bytes(bent)
         if fault.cut is not None and len(answer) > fault.cut:
             return _cut(environ["werkzeug.socket"], answer[: fault.cut])
         return [answer]

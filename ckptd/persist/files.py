@@ -1,9 +1,13 @@
-"""The files of an open checkpoint: data files are opened when first used, sums read and checked once."""
+"""The files of an open checkpoint: data files are opened when first used, sums read and checked once.
+
+What is missing or not what was written is asked for once more: a store, or the way to it, may have been wrong once.
+"""
 
 from __future__ import annotations
 
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import partial
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist import manifest as m
@@ -69,7 +73,8 @@ class OpenFiles:
             chunk.block * SUM_BYTES : (chunk.block + block_count(chunk.nbytes)) * SUM_BYTES
         ]
         file = self._manifest.files[chunk.file]
-        return StoredChunk(self.data(chunk.file), self.where(file), name, chunk.at, chunk.nbytes, sums, _hint(file))
+        anew = partial(self._open, self._path(file), file.size, _hint(file))
+        return StoredChunk(self.data(chunk.file), anew, self.where(file), name, chunk.at, chunk.nbytes, sums, _hint(file))
 
     def sums(self, index: int) -> bytes:
         """The block sums of a data file, 16 bytes each."""
@@ -89,6 +94,11 @@ class OpenFiles:
 
     def checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
         """Bytes of a side file that must match their checksum. Raises FileDamage."""
+        with suppress(FileDamage):
+            return self._checked(side, at, nbytes, expected, what)
+        return self._checked(side, at, nbytes, expected, what)
+
+    def _checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
         where, hint = self.where(self._manifest.sides[side]), _hint(self._manifest.sides[side])
         with closing(self.side(side)) as reader:
             if at < 0 or nbytes < 0 or at + nbytes > reader.size:
@@ -108,7 +118,7 @@ class OpenFiles:
     def _open(self, path: str, size: int, hint: str) -> FileReader:
         where = self._storage.locate(path)
         try:
-            reader = self._storage.open(path)
+            reader = self._found(path)
         except NotFound as error:
             raise FileDamage("a file of the checkpoint is missing", where=where, hint=hint) from error
         if reader.size != size:
@@ -117,6 +127,11 @@ class OpenFiles:
             kind = "truncated" if found < size else "not ours"
             raise FileDamage(f"{found} bytes instead of {size}: the file is {kind}", where=where, hint=hint)
         return reader
+
+    def _found(self, path: str) -> FileReader:
+        with suppress(NotFound):
+            return self._storage.open(path)
+        return self._storage.open(path)
 
 
 def _hint(file: m.DataFile | m.SideFile) -> str:

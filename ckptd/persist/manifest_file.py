@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -65,7 +66,14 @@ def encode(contents: Contents) -> dict[str, bytes]:
 
 
 def read(storage: Storage, directory: str) -> Contents:
-    """Raises NotFound: there is no manifest; CkptdError: another format or a newer version; FileDamage, StorageError."""
+    """Raises NotFound: there is no manifest; CkptdError: another format or a newer version; FileDamage, StorageError. What is
+    damaged is read once more: it may be what a network did to it."""
+    with suppress(FileDamage):
+        return _read(storage, directory)
+    return _read(storage, directory)
+
+
+def _read(storage: Storage, directory: str) -> Contents:
     path = f"{directory}/{MANIFEST}" if directory else MANIFEST
 
     def index() -> bytes:

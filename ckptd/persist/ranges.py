@@ -1,8 +1,10 @@
-"""Verified reads of ranges of one chunk: rounded out to its blocks, straight into the destination where possible (D14)."""
+"""Verified reads of ranges of one chunk: rounded out to its blocks, straight into the destination where possible (D14). A block
+that is not what was written is read once more before it counts as damaged: it may be what a network did to it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 from ckptd.core.state_map.layout import BLOCK_BYTES
@@ -14,9 +16,10 @@ Read = Callable[[int, memoryview], None]
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk's bytes in an open file, and the sums of its blocks."""
+    """A chunk's bytes in an open file, and the sums of its blocks. anew: opens the file once more, past all that is kept of it."""
 
     reader: FileReader
+    anew: Callable[[], FileReader]
     where: str
     name: str
     at: int
@@ -58,6 +61,13 @@ class StoredChunk:
             done += len(part)
 
     def _check(self, block: int, data: memoryview) -> None:
-        if digest(data) != self.sums[block * SUM_BYTES : (block + 1) * SUM_BYTES]:
-            text = f"damaged block {block} of {self.name} (bytes {self.at + block * BLOCK_BYTES} and on)"
-            raise FileDamage(text, where=self.where, hint=self.hint)
+        if self._is_right(block, data):
+            return
+        at = self.at + block * BLOCK_BYTES
+        with closing(self.anew()) as reader:
+            reader.read_into(at, data)
+        if not self._is_right(block, data):
+            raise FileDamage(f"damaged block {block} of {self.name} (bytes {at} and on)", where=self.where, hint=self.hint)
+
+    def _is_right(self, block: int, data: memoryview) -> bool:
+        return digest(data) == self.sums[block * SUM_BYTES : (block + 1) * SUM_BYTES]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import pairwise
 from types import TracebackType
@@ -69,7 +70,7 @@ class Checkpoint:
     @staticmethod
     def _at(storage: Storage, directory: str, lease: Lease | None) -> Checkpoint:
         try:
-            contents = read(storage, directory)
+            contents = _contents(storage, directory)
         except NotFound as error:
             hint = "`ckptd ls` shows what there is"
             raise NotFound("no such checkpoint", where=error.where, hint=hint) from error
@@ -231,6 +232,13 @@ class Checkpoint:
             if self._pool is None:
                 self._pool = ThreadPool(READER_THREADS - 1, "ckptd-read")  # and whoever reads
             return self._pool
+
+
+def _contents(storage: Storage, directory: str) -> m.Contents:
+    """A store that does not find it is asked once more."""
+    with suppress(NotFound):
+        return read(storage, directory)
+    return read(storage, directory)
 
 
 def _check_place(directory: str, snapshot: SnapshotId, where: str) -> None:

@@ -19,7 +19,7 @@ from ckptd.persist.storage.object_file import SPAN_BYTES
 from ckptd.persist.storage.object_windows import WINDOW_BYTES, WINDOWS_MAX, Windows
 from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import JOB, check_all, make_world, save
-from tests.object_server import ObjectServer
+from tests.object_server import Fault, ObjectServer, Request
 
 SNAPSHOT = SnapshotId(1, 10)
 SMALL = 300  # tensors
@@ -60,6 +60,38 @@ def test_who_opens_a_file_anew_reads_it_anew(objects: ObjectServer, bucket: str)
     objects.client.put_object(Bucket=name, Key=f"{prefix}/{key}", Body=found[:-1] + bytes([found[-1] ^ 1]))
     report = verify_at(storage, step_dir(JOB, SNAPSHOT))
     assert report.damaged and "damaged block 0 of w" in report.problems[0]
+
+
+def test_one_answer_that_is_wrong_costs_nothing(objects: ObjectServer, bucket: str) -> None:
+    """Each one in turn: the newest step was given up for it, and an older one taken."""
+    items = [LayoutItem(f"w{at}", "F32", (size,), Box.whole((size,)), "param", UNIQUE, 1) for at, size in enumerate((5, 300_000))]
+    world = make_world({0: items})
+    save(storage_at(bucket, create=True), world, SNAPSHOT)
+
+    def read() -> int:
+        since = len(objects.requests)
+        with Checkpoint.open(storage_at(bucket), JOB, SNAPSHOT) as checkpoint:
+            check_all(checkpoint, world)
+        return sum(map(of_object, objects.requests[since:]))
+
+    count = read()
+    for fault in (Fault(flip=0), Fault(flip=777), Fault(status=404, code="NoSuchKey")):
+        for number in range(count):
+            met: list[Request] = []
+
+            def wrong(request: Request, at: int = number, fault: Fault = fault, met: list[Request] = met) -> Fault | None:
+                met += [request] if of_object(request) else []
+                return fault if of_object(request) and len(met) == at + 1 else None
+
+            with objects.failing(wrong):
+                read()
+            assert len(met) > number
+
+
+def of_object(request: Request) -> bool:
+    """Not of a list."""
+    file = request.method in ("GET", "HEAD") and not request.query and "leases" not in request.path
+    return file and "." in request.path.rpartition("/")[2]
 
 
 # --- windows ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import obstore
 
-from ckptd.persist.storage.base import StorageError, SyncFailed
+from ckptd.persist.storage.base import NotFound, StorageError, SyncFailed
 from ckptd.persist.storage.object_errors import store_error
 from ckptd.persist.storage.object_windows import WINDOW_BYTES, Windows
 
@@ -134,6 +134,11 @@ class ObjectReader:
             np.copyto(np.frombuffer(dest, np.uint8), np.frombuffer(self._fetch(at, len(dest)), np.uint8))
 
     def _fetch(self, at: int, nbytes: int) -> memoryview:
+        with suppress(NotFound):
+            return self._range(at, nbytes)
+        return self._range(at, nbytes)  # it was there when it was opened
+
+    def _range(self, at: int, nbytes: int) -> memoryview:
         try:
             found = obstore.get_range(self._store, self._key, start=at, length=nbytes)
         except Exception as error:

@@ -85,7 +85,13 @@ def encode(attempt: str, sight: Sight) -> bytes:
 
 
 def read(store: S3Store, key: str, where: str) -> Commit | None:
-    """None: there is no such pointer. One that is damaged stands for its step alone. Raises StorageError."""
+    """None: there is no such pointer. One that is damaged, also when it is read once more, stands for its step alone. Raises
+    StorageError."""
+    found = _read(store, key, where)
+    return _read(store, key, where) if found is not None and found.damage else found
+
+
+def _read(store: S3Store, key: str, where: str) -> Commit | None:
     try:
         found = obstore.get(store, key)
         meta = found.meta
