@@ -177,7 +177,7 @@ def _epoch(storage: Storage, job: str, attempt: str) -> int:
     attempts, or a claim without a checkpoint."""
     highest, newest, attempts = highest_epoch(storage, job), newest_record(storage, job), _attempts(storage, job)
     of_import = newest is None or is_grave(newest) or (newest.ranks == (NODE,) and not newest.nodes)
-    if not of_import or list_all(storage, job) or not all(f".{NODE}-" in path for path in attempts):
+    if not of_import or list_all(storage, job) or not all(map(_is_import, attempts)):
         raise CkptdError(f"this job has been started: storage knows epoch {highest} of it", where=job, hint=TAKEN)
     begun = any(path.startswith(f"{epoch_dir(job, highest)}/") and f".{attempt}{PART}" in path for path in attempts)
     return highest if begun else highest + 1
@@ -192,8 +192,12 @@ def _attempts(storage: Storage, job: str) -> list[str]:
 def _discard_others(storage: Storage, job: str) -> None:
     """Imports that were begun otherwise and given up."""
     for path in _attempts(storage, job):
-        if path.endswith(PART):
+        if path.endswith(PART) and _is_import(path):
             storage.discard(path)
+
+
+def _is_import(path: str) -> bool:
+    return f".{NODE}-" in path
 
 
 def _claim(storage: Storage, job: str, record: EpochRecord) -> None:
