@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -212,6 +213,9 @@ class Config(BaseSettings):
     dedup: bool = _set(
         False, "durable", "what did not change since the newest durable step is not written again but named where it lies"
     )
+    compress: bool = _set(
+        False, "durable", "what becomes smaller by it is compressed; stock readers do not see it, `ckptd export` does"
+    )
     consolidate: bool = _set(
         False, "durable", "checkpoints that stay for good get their parameters as whole tensors beside them"
     )
@@ -341,6 +345,10 @@ class Config(BaseSettings):
             raise ValueError(
                 f"plain_loopback is for loopback only, not {self.advertise()}: set key_file instead"
             )
+        if self.compress and self.dedup:
+            raise ValueError("compress or dedup, not both: what did not change is found by the sums of what was not compressed")
+        if self.compress and find_spec("zstandard") is None:
+            raise ValueError("compress needs zstandard: pip install 'ckptd[compress]'")
         if not ipaddress.IPv4Address(self.http_address).is_loopback:
             raise ValueError(f"http_address {self.http_address} is not a loopback address")
         return self

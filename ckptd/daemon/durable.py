@@ -136,7 +136,8 @@ class Durable:
                 with self._services.pacer.transfer("flush", moved, self.within_s()) as pace:
                     call = partial(
                         write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
-                        pieces, write.cancelled, per_rank=do.per_rank, dedup=self._services.config.dedup, pace=pace,
+                        pieces, write.cancelled, per_rank=do.per_rank, dedup=self._services.config.dedup,
+                        compress=self._services.config.compress, pace=pace,
                     )  # fmt: skip
                     report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""

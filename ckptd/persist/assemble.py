@@ -147,7 +147,7 @@ def _add_chunks(
         if (chunk.dtype, chunk.shape) != (fragments[0].dtype, fragments[0].shape):
             text = f"{chunk.key} was written as {chunk.dtype}{list(chunk.shape)}"
             raise CkptdError(text, where=where, hint="the ranks' layouts disagree")
-        row = Chunk(index, chunk.at, chunk.nbytes, chunk.block, chunk.offsets, chunk.sizes)
+        row = Chunk(index, chunk.at, chunk.nbytes, chunk.block, chunk.offsets, chunk.sizes, chunk.codec)
         rows.setdefault(key, []).append(row)
 
 

@@ -17,7 +17,7 @@ from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import encode, read
-from ckptd.persist.names import DATA, GRANT, KEEP, OF, SIDE, WITHOUT, attempt_dir, step_dir
+from ckptd.persist.names import DATA, ENCODED, GRANT, KEEP, OF, SIDE, WITHOUT, attempt_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError
@@ -156,7 +156,7 @@ class _Opened:
 
     def __init__(self, storage: Storage, directory: str, node: str, name: str, size: int) -> None:
         path = f"{directory}/{name}"
-        if not name.endswith((DATA, SIDE)):
+        if not name.endswith((DATA, ENCODED, SIDE)):
             raise CkptdError(f"node {node} reports a file named {name!r}")
         self.where = storage.locate(path)
         try:

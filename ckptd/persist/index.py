@@ -25,7 +25,10 @@ VOLUME_MAX = 1 << 58  # elements of one tensor: its bytes are an int64
 _TENSOR = ("dtype", "role", "rank", "dims")  # one number per tensor
 _CHUNK = ("tensor", "file", "at", "nbytes", "block")  # one per chunk
 _SPREAD = ("shape", "offsets", "sizes")  # per tensor, per chunk, per chunk as many as the tensor has dimensions
-CODEC = "codec"  # one per chunk, may be missing: 0 is the bytes themselves
+CODEC = "codec"  # one per chunk, may be missing: RAW everywhere
+RAW, SHUFFLED_ZSTD = 0, 1  # codecs: the bytes themselves, or encoding.py's
+CODEC_MAX = SHUFFLED_ZSTD
+ENCODED_BYTES_MAX = 8 << 20  # of the values of a chunk that is encoded: a reader decodes all of it
 
 Mask = np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 
@@ -46,7 +49,8 @@ class Tensor(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One box of a tensor in one file, C order. ``block``: index of its first block among the file's sums."""
+    """One box of a tensor in one file, C order. ``block``: index of its first block among the file's sums. ``codec``: RAW, or how
+    it is encoded; ``nbytes`` and blocks are then of the encoded bytes."""
 
     file: int
     at: int
@@ -54,6 +58,7 @@ class Chunk(NamedTuple):
     block: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    codec: int = RAW
 
     @property
     def box(self) -> Box:
@@ -88,7 +93,8 @@ class Index:
         self.names = names
         self.dtype, self.role, self.rank, self.dims = (columns[name] for name in _TENSOR)
         self.tensor, self.file, self.at, self.nbytes, self.block = (columns[name] for name in _CHUNK)
-        _check_rows(columns, len(names.keys))
+        self.codec = columns.get(CODEC, np.zeros(len(self.tensor), np.int64))
+        _check_rows(columns | {CODEC: self.codec}, len(names.keys))
         if len(self.dtype) and (self.dtype.max() >= len(names.dtypes) or self.role.max() >= len(names.roles)):
             raise ValueError("a dtype or a role that has no name")
         if not {*names.dtypes} <= ITEMSIZE.keys():
@@ -136,6 +142,7 @@ class Index:
             "block": [chunk.block for _, chunk in chunks],
             "offsets": [offset for _, chunk in chunks for offset in chunk.offsets],
             "sizes": [size for _, chunk in chunks for size in chunk.sizes],
+            CODEC: [chunk.codec for _, chunk in chunks],
         }
         try:
             made = {name: np.array(column, np.int64) for name, column in columns.items()}
@@ -181,17 +188,20 @@ class Index:
         rows, dims = slice(self.first[at], self.first[at + 1]), self.dims[at]
         numbers = (column[rows].tolist() for column in (self.file, self.at, self.nbytes, self.block))
         boxes = (map(tuple, column[rows, :dims].tolist()) for column in (self.offsets, self.sizes))
-        return [Chunk(*row) for row in zip(*numbers, *boxes, strict=True)]
+        return [Chunk(*row) for row in zip(*numbers, *boxes, self.codec[rows].tolist(), strict=True)]
 
     def chunk(self, row: int) -> Chunk:
         dims = self.dims[self.tensor[row]]
         box = tuple(self.offsets[row, :dims].tolist()), tuple(self.sizes[row, :dims].tolist())
-        return Chunk(int(self.file[row]), int(self.at[row]), int(self.nbytes[row]), int(self.block[row]), *box)
+        place = int(self.file[row]), int(self.at[row]), int(self.nbytes[row]), int(self.block[row])
+        return Chunk(*place, *box, int(self.codec[row]))
 
     def encode(self, path: str) -> tuple[bytes, IndexFile]:
         of_tensor, of_chunk = self._masks(self.shape.shape[1])
         columns: dict[str, Ints] = {name: getattr(self, name) for name in (*_TENSOR, *_CHUNK)}
         columns |= {"shape": self.shape[of_tensor], "offsets": self.offsets[of_chunk], "sizes": self.sizes[of_chunk]}
+        if self.codec.any():
+            columns[CODEC] = self.codec
         data, places = pack(columns)
         return data, IndexFile(path, len(data), digest(data).hex(), places)
 
@@ -202,7 +212,7 @@ def decode_index(data: bytes, told: IndexFile, names: Names, where: str) -> Inde
         raise FileDamage("damaged index: its checksum does not match", where=where)
     try:
         columns = unpack(data, told.columns, (*_TENSOR, *_CHUNK, *_SPREAD, CODEC))
-        if columns.pop(CODEC, np.zeros(1, np.int64)).any():
+        if int(columns.get(CODEC, np.zeros(1, np.int64)).max(initial=0)) > CODEC_MAX:
             raise CkptdError("chunks that this ckptd cannot decode", where=where, hint="upgrade ckptd on this node")
         return Index(names, columns)
     except (ValueError, KeyError) as error:
@@ -213,10 +223,10 @@ def _check_rows(columns: dict[str, Ints], tensors: int) -> None:
     tensor = columns["tensor"]
     if max(tensors, len(tensor)) > ROWS_MAX:
         raise ValueError(f"{tensors} tensors and {len(tensor)} chunks, at most {ROWS_MAX} are read")
-    for names, count in ((_TENSOR, tensors), (_CHUNK, len(tensor))):
+    for names, count in ((_TENSOR, tensors), ((*_CHUNK, CODEC), len(tensor))):
         if any(len(columns[name]) != count for name in names):
             raise ValueError("columns of different lengths")
-    if any(int(columns[name].min(initial=0)) < 0 for name in (*_TENSOR, *_CHUNK, *_SPREAD)):
+    if any(int(columns[name].min(initial=0)) < 0 for name in (*_TENSOR, *_CHUNK, *_SPREAD, CODEC)):
         raise ValueError("a number below 0")
     if len(tensor) and (int(tensor.max()) >= tensors or bool((np.diff(tensor) < 0).any())):
         raise ValueError("chunks of no tensor, or not sorted by tensor")

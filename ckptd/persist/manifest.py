@@ -12,8 +12,8 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.core.state_map.layout_reader import WORLD_MAX
-from ckptd.persist.index import Index, IndexFile, Names
-from ckptd.persist.names import DATA, SIDE
+from ckptd.persist.index import ENCODED_BYTES_MAX, RAW, Index, IndexFile, Names
+from ckptd.persist.names import DATA, ENCODED, SIDE
 
 FORMAT = "ckptd-checkpoint"
 VERSION = 2
@@ -113,10 +113,12 @@ def _check_chunks(manifest: Manifest, index: Index) -> None:
     files = np.array([(f.data_start, f.size, f.blocks) for f in manifest.files], np.int64).reshape(-1, 3)
     start, size, blocks = files[index.file].T
     shapes = index.shape[index.tensor]
+    raw, encoded = index.sizes.prod(1) * items, index.codec != RAW
     within = (index.offsets <= shapes) & (index.sizes <= shapes - index.offsets)
     for wrong, what in (
         (~within.all(1), "leaves its tensor's shape"),
-        (index.nbytes != index.sizes.prod(1) * items, "has another length than its box"),
+        (~encoded & (index.nbytes != raw), "has another length than its box"),
+        (encoded & ((index.nbytes > raw) | (raw > ENCODED_BYTES_MAX)), "is encoded, and larger than it may be"),
         ((index.at < start) | (index.at > size) | (index.nbytes > size - index.at), "leaves its file"),
         ((index.block > blocks) | (-(-index.nbytes // BLOCK_BYTES) > blocks - index.block), "has no sums"),
     ):
@@ -129,7 +131,8 @@ def _check_file(file: DataFile, sides: list[SideFile]) -> None:
         raise ValueError(f"{file.path}: no such side file")
     numbers = (file.blocks, file.sums_at, file.data_start, file.size - file.data_start)
     sums = _is_sum(file.header_sum) and _is_sum(file.sums_sum)
-    if not (_is_name(file.path, DATA) and sums and min(numbers) >= 0 and max(file.size, *numbers) < SIZE_MAX):
+    named = _is_name(file.path, DATA) or _is_name(file.path, ENCODED)
+    if not (named and sums and min(numbers) >= 0 and max(file.size, *numbers) < SIZE_MAX):
         raise ValueError(f"{file.path}: not a data file")
 
 

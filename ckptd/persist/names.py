@@ -27,6 +27,7 @@ EPOCHS = "epochs"  # of a job: the claims of its starts
 PART = ".part"
 GONE = ".gone"
 DATA = ".safetensors"
+ENCODED = ".encoded"  # data files of chunks that stock readers cannot read
 SIDE = ".side"
 PROBE_DIR = "preflight"  # where a daemon that starts tries out what its storage can do; no job has this name
 

@@ -22,11 +22,12 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass
 class Package:
-    """One data file to be."""
+    """One data file to be. encoded: without a header, and names may repeat."""
 
     chunks: list[OutChunk] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     nbytes: int = 0
+    encoded: bool = False
 
     def fits(self, chunk: OutChunk, bytes_max: int) -> bool:
         roomy = not self.chunks or self.nbytes + chunk.nbytes <= bytes_max
@@ -45,9 +46,7 @@ def pack(chunks: Sequence[OutChunk], *, bytes_max: int = FILE_BYTES_MAX, writers
     then every tensor is aligned to its element without holes, which the format forbids.
     """
     small = cut(chunks, bytes_max)
-    total = sum(chunk.nbytes for chunk in small)
-    count = max(-(-total // bytes_max), min(writers, -(-total // FILE_BYTES_MIN)), 1 if small else 0)
-    packages = [Package() for _ in range(count)]
+    packages = [Package() for _ in range(_file_count(small, bytes_max, writers))]
     for chunk in sorted(small, key=lambda chunk: -chunk.nbytes):
         open_ones = [package for package in packages if package.fits(chunk, bytes_max)]
         if not open_ones:
@@ -57,6 +56,22 @@ def pack(chunks: Sequence[OutChunk], *, bytes_max: int = FILE_BYTES_MAX, writers
     for package in packages:
         package.chunks.sort(key=lambda chunk: (-chunk.itemsize, -chunk.nbytes, chunk.name))
     return [package for package in packages if package.chunks]
+
+
+def pack_encoded(chunks: Sequence[OutChunk], piece_max: int, *, bytes_max: int = FILE_BYTES_MAX, writers: int = 2) -> list[Package]:
+    """One after the other, in pieces of at most ``piece_max`` bytes."""
+    small = cut(chunks, piece_max)
+    total, at = sum(chunk.nbytes for chunk in small), 0
+    packages = [Package(encoded=True) for _ in range(_file_count(small, bytes_max, writers))]
+    for chunk in small:
+        packages[min(at * len(packages) // max(total, 1), len(packages) - 1)].add(chunk)
+        at += chunk.nbytes
+    return [package for package in packages if package.chunks]
+
+
+def _file_count(chunks: Sequence[OutChunk], bytes_max: int, writers: int) -> int:
+    total = sum(chunk.nbytes for chunk in chunks)
+    return max(-(-total // bytes_max), min(writers, -(-total // FILE_BYTES_MIN)), 1 if chunks else 0)
 
 
 def header(chunks: Sequence[OutChunk], origin: Mapping[str, object]) -> bytes:

@@ -123,10 +123,11 @@ class OutChunk:
     def nbytes(self) -> int:
         return self.box.volume * self.itemsize
 
-    def row(self, at: int, block: int) -> WrittenChunk:
-        """As a report has it, with its bytes and its first sum there in a file."""
+    def row(self, at: int, block: int, nbytes: int | None = None, codec: int = 0) -> WrittenChunk:
+        """As a report has it, with its bytes and its first sum there in a file. nbytes: other than of its values."""
         facts = self.key, self.name, self.rank, self.dtype, self.shape, self.role
-        return WrittenChunk(*facts, self.box.offsets, self.box.sizes, at, self.nbytes, block)
+        place = at, self.nbytes if nbytes is None else nbytes, block, codec
+        return WrittenChunk(*facts, self.box.offsets, self.box.sizes, *place)
 
 
 @dataclass(frozen=True)

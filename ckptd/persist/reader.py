@@ -19,6 +19,7 @@ from ckptd.core.state_map.catalogue import Catalogue, TensorEntry
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
+from ckptd.persist.encoding import EncodedChunk
 from ckptd.persist.files import OpenFiles
 from ckptd.persist.index import Chunk, Tensor
 from ckptd.persist.lease import Lease
@@ -161,7 +162,9 @@ class Checkpoint:
         for chunk in chunks:
             inner = intersect(chunk.box, box)
             if inner is not None:
-                self._read_part(self.files.chunk(tensor.name, chunk), chunk.box, inner, box, target, item)
+                stored = self.files.chunk(tensor.name, chunk)
+                found = EncodedChunk(stored, item, chunk.box.volume * item) if chunk.codec else stored
+                self._read_part(found, chunk.box, inner, box, target, item)
 
     def object_bytes(self, name: str, rank: int | None = None) -> bytes:
         """A non-tensor value as it was captured; rank None: the one that is the same on all ranks that have it."""
@@ -201,7 +204,7 @@ class Checkpoint:
         return None
 
     def _read_part(
-        self, stored: StoredChunk, chunk: Box, inner: Box, box: Box, target: memoryview, item: int
+        self, stored: StoredChunk | EncodedChunk, chunk: Box, inner: Box, box: Box, target: memoryview, item: int
     ) -> None:
         start, stop = extent(chunk, inner, item)
         to, end = extent(box, inner, item)
@@ -216,7 +219,7 @@ class Checkpoint:
             stored.read(start, scratch.data)
             values[window(box, part)] = inside(scratch, chunk, part, item)
 
-    def _read_run(self, stored: StoredChunk, start: int, dest: memoryview) -> None:
+    def _read_run(self, stored: StoredChunk | EncodedChunk, start: int, dest: memoryview) -> None:
         """One contiguous range, by several threads when it is long. They meet at block borders: no block is read twice."""
         if len(dest) <= SEGMENT_BYTES or READER_THREADS == 1:
             stored.read(start, dest)

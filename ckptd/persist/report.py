@@ -25,6 +25,7 @@ class WrittenChunk(msgspec.Struct, array_like=True, frozen=True):
     at: int
     nbytes: int
     block: int
+    codec: int = 0
 
     @property
     def box(self) -> Box:

@@ -24,6 +24,7 @@ from ckptd.persist.lineage import newest_record
 from ckptd.persist.manifest_file import MANIFEST_BYTES_MAX
 from ckptd.persist.names import (
     DATA,
+    ENCODED,
     MANIFEST,
     READ,
     SIDE,
@@ -225,7 +226,7 @@ class _Pass:
         storage, directory = self._storage, step_dir(self._job, snapshot)
         there = {entry.name: entry.mtime_s for entry in storage.list(directory)}
         known = {name.removeprefix(READ) for name in there if name.startswith(READ)}
-        left = {writer_of(name) for name in there if name.endswith((DATA, SIDE))} - known
+        left = {writer_of(name) for name in there if name.endswith((DATA, ENCODED, SIDE))} - known
         if any(map(self.waits_for, left)) and self._now_s - there.get(MANIFEST, self._now_s) < self.writers_s:
             self._done.unread = True
             return False

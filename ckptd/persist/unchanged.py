@@ -17,7 +17,7 @@ from ckptd.core.retention import doubted
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
 from ckptd.persist.commits import list_commits
-from ckptd.persist.index import Chunk
+from ckptd.persist.index import RAW, Chunk
 from ckptd.persist.names import step_dir, writer_of
 from ckptd.persist.pieces import OutChunk, Source
 from ckptd.persist.reader import Checkpoint
@@ -96,7 +96,7 @@ class _Comparison:
         facts, stored = tensor
         if (facts.dtype, facts.shape) != (chunk.dtype, chunk.shape):
             return None
-        its = next((one for one in stored if one.box == chunk.box), None)
+        its = next((one for one in stored if one.box == chunk.box and one.codec == RAW), None)
         return its if its is not None and self._same(chunk, its) else None
 
     def _same(self, chunk: OutChunk, its: Chunk) -> bool:

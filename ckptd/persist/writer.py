@@ -13,8 +13,10 @@ from typing import TypeVar
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
-from ckptd.persist.names import DATA, SIDE, attempt_dir, file_stem
-from ckptd.persist.packing import FILE_BYTES_MAX, Package, cut, header, pack
+from ckptd.persist.encoding import available, pays, write_encoded
+from ckptd.persist.index import ENCODED_BYTES_MAX, RAW
+from ckptd.persist.names import DATA, ENCODED, SIDE, attempt_dir, file_stem
+from ckptd.persist.packing import FILE_BYTES_MAX, Package, cut, header, pack, pack_encoded
 from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
 from ckptd.persist.report import (
     REPORT_VERSION,
@@ -72,6 +74,7 @@ def write_pieces(
     pace: Pace | None = None,
     per_rank: Collection[str] = (),
     dedup: bool = False,
+    compress: bool = False,
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
 ) -> bytes:
@@ -79,8 +82,8 @@ def write_pieces(
     each few MiB, so that the next ones wait.
 
     per_rank: "t:key" of slices that differ between ranks in this snapshot. dedup: what an older checkpoint has is not written, but
-    named. Raises SlotDamage (quarantine that slot), Cancelled, StorageError; whatever it raises, its files are deleted unless the
-    storage itself refuses.
+    named. compress: what becomes smaller is encoded. Raises SlotDamage (quarantine that slot), Cancelled, StorageError; whatever it
+    raises, its files are deleted unless the storage itself refuses.
     """
 
     def made() -> tuple[list[OutChunk], list[ObjectBlob]]:
@@ -89,7 +92,7 @@ def write_pieces(
     ranks = sorted({held.piece.rank for held in pieces if held.piece.objects})
     place = storage, job, snapshot, attempt, node
     return write_chunks(
-        *place, made, ranks, cancelled, progress, pace=pace, dedup=dedup, bytes_max=bytes_max, threads=threads
+        *place, made, ranks, cancelled, progress, pace=pace, dedup=dedup, compress=compress, bytes_max=bytes_max, threads=threads
     )
 
 
@@ -106,6 +109,7 @@ def write_chunks(
     *,
     pace: Pace | None = None,
     dedup: bool = False,
+    compress: bool = False,
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
 ) -> bytes:
@@ -120,7 +124,7 @@ def write_chunks(
         run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
         run.begin()
         run.ranks = ranks
-        report = run.write(pack(chunks, bytes_max=bytes_max, writers=threads), blobs, kept, threads)
+        report = run.write(run.packages(chunks, compress, bytes_max, threads), blobs, kept, threads)
     except BaseException:
         run.clean()
         raise
@@ -173,6 +177,17 @@ class _Run:
         failpoint("persist.write.synced")
         return Report(REPORT_VERSION, self.node, written, side, self.ranks, kept)
 
+    def packages(self, chunks: list[OutChunk], compress: bool, bytes_max: int, threads: int) -> list[Package]:
+        """Raises Cancelled, SlotDamage, CkptdError: nothing to compress with."""
+        plain, encoded = list[OutChunk](), list[OutChunk]()
+        if compress:
+            available()
+        for chunk in chunks:
+            self.check()
+            (encoded if compress and pays(chunk) else plain).append(chunk)
+        found = pack(plain, bytes_max=bytes_max, writers=threads)
+        return found + pack_encoded(encoded, ENCODED_BYTES_MAX, bytes_max=bytes_max, writers=threads)
+
     def clean(self) -> None:
         """Best effort: the storage may be what failed. Old attempts are swept later."""
         for path in self._created:
@@ -197,7 +212,7 @@ class _Run:
 
     def _data_file(self, package: Package) -> _Finished:
         try:
-            return self._durable(DATA, lambda path: self._fill(path, package))
+            return self._durable(ENCODED if package.encoded else DATA, lambda path: self._fill(path, package))
         except BaseException:
             self._stop.set()
             raise
@@ -215,7 +230,7 @@ class _Run:
         raise AssertionError("SYNC_TRIES is at least 1")
 
     def _fill(self, path: str, package: Package) -> _Finished:
-        head = header(package.chunks, self.origin)
+        head = b"" if package.encoded else header(package.chunks, self.origin)
         out = self.storage.put(f"{self.directory}/{path}")
         try:
             out.write(head)
@@ -223,9 +238,14 @@ class _Run:
             sums: list[bytes] = []
             block = 0
             for chunk in package.chunks:
-                rows.append(chunk.row(out.position, block))
-                sums.append(write_chunk(chunk, out, self._tick))
-                block += block_count(chunk.nbytes)
+                at, nbytes, codec = out.position, chunk.nbytes, RAW
+                if package.encoded:
+                    its, nbytes, codec = write_encoded(chunk, out, self._tick)
+                else:
+                    its = write_chunk(chunk, out, self._tick)
+                rows.append(chunk.row(at, block, nbytes, codec))
+                sums.append(its)
+                block += block_count(nbytes)
                 failpoint("persist.write.chunk")
             return _Finished(path, out.finish(), len(head), digest(head), b"".join(sums), rows)
         finally:

@@ -24,8 +24,9 @@ class Checkpoint:
         index = self.manifest["index"]
         data = (self.directory / index["path"]).read_bytes()
         self.columns = {name: np.frombuffer(data, kind, rows, at) for name, kind, at, rows in index["columns"]}
-        if self.columns.get("codec", np.zeros(1)).any():
-            raise ValueError(f"{directory}: chunks that are not the bytes themselves")
+        self.codec = self.columns.get("codec", np.zeros(len(self.columns["tensor"]), "u1"))
+        if self.codec.max(initial=0) > 1:
+            raise ValueError(f"{directory}: chunks of a newer ckptd")
         dims, tensor = self.columns["dims"], self.columns["tensor"]
         self.first = np.searchsorted(tensor, np.arange(len(dims) + 1))  # of each tensor's chunks, and the end
         self.shape_at = np.concatenate(([0], np.cumsum(dims, dtype=np.int64)))  # of each tensor's part of `shape`,
@@ -76,7 +77,14 @@ class Checkpoint:
             path = self.directory.parents[1] / f"epoch-{of['epoch']:06d}" / f"step-{of['step']:010d}" / facts["path"]
         if path.stat().st_size != facts["size"]:
             raise ValueError(f"{path}: {path.stat().st_size} bytes instead of {facts['size']}")
-        return np.memmap(path, kind, "r", int(self.columns["at"][row]), tuple(sizes))
+        at, nbytes = int(self.columns["at"][row]), int(self.columns["nbytes"][row])
+        if not self.codec[row]:
+            return np.memmap(path, kind, "r", at, tuple(sizes))
+        import zstandard  # `pip install zstandard`: this one was compressed
+
+        shuffled = zstandard.ZstdDecompressor().decompress(np.memmap(path, "u1", "r", at, nbytes))
+        rows = np.frombuffer(shuffled, "u1").reshape(np.dtype(kind).itemsize, -1)
+        return np.ascontiguousarray(rows.T).view(kind).reshape(sizes)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def write_all(
     bytes_max: int = 1 << 32,
     *,
     dedup: bool = False,
+    compress: bool = False,
 ) -> list[bytes]:
     storage_order = orders(world, nodes).items()
     return [
@@ -174,6 +175,7 @@ def write_all(
             per_rank=world.per_rank,
             bytes_max=bytes_max,
             dedup=dedup,
+            compress=compress,
         )
         for node, pieces in storage_order
     ]
@@ -201,8 +203,9 @@ def save(
     *,
     keep: bool = False,
     dedup: bool = False,
+    compress: bool = False,
 ) -> None:
-    reports = write_all(storage, world, snapshot, attempt, dedup=dedup)
+    reports = write_all(storage, world, snapshot, attempt, dedup=dedup, compress=compress)
     commit_all(storage, world, snapshot, reports, attempt, keep=keep)
 
 

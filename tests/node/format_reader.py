@@ -53,6 +53,8 @@ def tensors_of(directory: Path) -> dict[tuple[str, int | None], np.ndarray]:
         offsets, sizes = columns["offsets"][done : done + dims], columns["sizes"][done : done + dims]
         done += dims
         data = chunk_of(directory, manifest, *(columns[name][row] for name in ("file", "at", "nbytes", "block")))
+        if "codec" in columns and columns["codec"][row]:
+            data = decoded(data, item)
         place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
         wholes[index][place] = np.frombuffer(data, np.uint8).reshape(*sizes, item)
     owners = [rank - 1 if rank else None for rank in columns["rank"]]
@@ -66,7 +68,7 @@ def chunk_of(directory: Path, manifest: dict[str, Any], file: int, at: int, nbyt
     assert len(content) == facts["size"]
     assert sum_of(content[: facts["data_start"]]) == facts["header_sum"]
     (length,) = struct.unpack("<Q", content[:8])
-    assert facts["data_start"] == 8 + length
+    assert facts["data_start"] == (0 if facts["path"].endswith(".encoded") else 8 + length)
     side = side_of(directory, manifest, facts["side"])
     sums = side[facts["sums_at"] : facts["sums_at"] + 16 * facts["blocks"]]
     assert sum_of(sums) == facts["sums_sum"]
@@ -75,6 +77,14 @@ def chunk_of(directory: Path, manifest: dict[str, Any], file: int, at: int, nbyt
         found = sum_of(data[index * BLOCK : (index + 1) * BLOCK])
         assert found == sums[16 * (block + index) : 16 * (block + index + 1)].hex()
     return data
+
+
+def decoded(frame: bytes, item: int) -> bytes:
+    """Section 2, "Encoded chunks"."""
+    import zstandard
+
+    found = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+    return found.reshape(item, -1).T.tobytes()
 
 
 def side_of(directory: Path, manifest: dict[str, Any], index: int) -> bytes:
