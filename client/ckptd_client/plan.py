@@ -127,7 +127,8 @@ def signature_of(state: State) -> tuple[Any, ...]:
         spec: Any = getattr(tensor, "_spec", None) if is_dtensor(tensor) else None
         placing = None if spec is None else (id(spec.mesh), spec.placements)
         kind = tensor.dtype, tensor.shape, tensor.device
-        rows.append((entry.key, entry.mode, *kind, placing, entry.copies, entry.role, entry.owner, entry.placed))
+        shown = tensor.layout, tensor.is_conj(), tensor.is_neg()  # what lies in memory may be read otherwise from now on
+        rows.append((entry.key, entry.mode, *kind, placing, entry.copies, entry.role, entry.owner, entry.placed, shown))
     return tuple(rows)
 
 

@@ -175,7 +175,7 @@ class Snapshots:
             self._lost(handle, f"failed: type: {error}")
             self._troubles.report("type", f"snapshot {handle.step} failed: {error}")
         except CkptdError as error:
-            self._lost(handle, f"failed: {error.what}")
+            self._lost(handle, f"failed: {error.what}" + (f" [{error.where}]" if error.where else ""))
             self._troubles.report("capture", f"snapshot {handle.step} failed: {error}")
         except Exception as error:
             if by_a_signal(error):

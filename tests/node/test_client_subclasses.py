@@ -136,3 +136,44 @@ def test_what_cannot_be_taken_apart_is_refused_at_register(
         assert "model.weight" in why
         assert "exclude=" in why
         client.register(model=model, exclude="model.weight")
+
+
+class Waves(nn.Module):
+    """Complex numbers, and a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("z", torch.randn(3, 3, dtype=torch.complex64))
+        self.register_buffer("f", torch.eye(3))
+
+
+CHANGES: dict[str, Callable[[Waves], Tensor]] = {
+    "conj": lambda model: model.z.conj(),
+    "neg": lambda model: model.z.conj().imag,
+    "sparse": lambda model: model.f.to_sparse(),
+    "csr": lambda model: model.f.to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("inside", ["buffer", "dict"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_comes_to_show_other_values_than_its_memory_holds(daemon: RankDaemonDouble, change: str, inside: str) -> None:
+    """In mid-run, of the same dtype, shape and memory: a conjugated one was durable with the sign that it had before (P1)."""
+    model = Waves()
+    state = {"z": model.z.clone(), "f": model.f.clone()}
+    optimizer = AdamW(model.parameters())
+    with begun(daemon, model=model, optimizer=optimizer, state=state) as client:
+        model.weight.square().sum().backward()
+        optimizer.step()
+        assert client.snapshot(1, must=True).wait("sealed", 30) == "durable"
+        name = "z" if change == "conj" else "f"
+        if inside == "buffer":
+            setattr(model, name, CHANGES[change](model))
+        else:
+            state[name] = CHANGES[change](model)
+        optimizer.step()
+        told = client.snapshot(2, must=True).wait("sealed", 30)
+    key = f"model.{name}" if inside == "buffer" else f"state.{name}"
+    assert told.startswith("failed: ") and f"[{key}]" in told and "RuntimeError" not in told
