@@ -18,7 +18,7 @@ from ckptd.core.policy import Policy
 from ckptd.core.state_map.columns import pack
 from ckptd.persist.commit import commit_made
 from ckptd.persist.commits import list_commits
-from ckptd.persist.index import CODEC, decode_index
+from ckptd.persist.index import CODEC, CODEC_MAX, decode_index
 from ckptd.persist.lineage import claim_epoch
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import read
@@ -126,7 +126,8 @@ def test_encoded_chunks_are_refused_until_a_reader_knows_the_code(tmp_path: Path
     directory = Path(storage.locate(step_dir(JOB, DEFAULT)))
     found = read(storage, step_dir(JOB, DEFAULT))
     data, told = found.index.encode(INDEX)
-    for codes, fine in (([0] * len(found.index.file), True), ([0, 1], False)):
+    none = [0] * len(found.index.file)
+    for codes, fine in ((none, True), ([*none[1:], CODEC_MAX + 1], False)):
         more, (column,) = pack({CODEC: np.array(codes)})
         whole = data + more
         named = [*told.columns, column._replace(at=len(data))]
