@@ -1,15 +1,15 @@
 """A checkpoint of another program becomes a job's first epoch, by the writer and the commit that daemons use.
 
 It is written in parts, each with its writer's report beside it in the attempt, which is named after what is imported: whoever
-imports the same again, after a kill or in another process, goes on from the parts that are there.
+imports the same again, after a kill or in another process, goes on from the parts that are there. Of two who write one part the
+first report counts, so that all who commit the attempt commit the same files.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,6 +61,9 @@ class Part(NamedTuple):
     at: int
     nbytes: int
 
+    def made(self) -> tuple[list[OutChunk], list[ObjectBlob]]:
+        return self.chunks, []
+
 
 def write(
     storage: Storage,
@@ -80,23 +83,29 @@ def write(
     snapshot = SnapshotId(_epoch(storage, job, attempt), step)
     record = EpochRecord(snapshot.epoch, plan, (NODE,), (), before=(-1, ()))
     place = storage, job, snapshot, attempt
-    reports = _there(storage, attempt_dir(job, snapshot, attempt))
+    reports = _Reports(storage, attempt_dir(job, snapshot, attempt))
     mine = [part for part in parts if share is None or share.has(part.at, part.nbytes, total)]
-    done = reused = sum(part.nbytes for part in mine if part.name in reports)
-    wanted = sum(part.nbytes for part in mine)
-    check_room(storage, wanted - reused, attempt_dir(job, snapshot, attempt))
-    for part in mine:
-        if part.name not in reports:
-            told = _further(progress, done, wanted)
-            reports[part.name] = _write_part(place, part, cancelled, told)
-            done += part.nbytes
-    if share is None:
-        left = write_chunks(*place, NODE, lambda: ([], objects), [0], cancelled)
-        _claim(storage, job, record)
-        whole = [*(reports[part.name] for part in parts), left]
-        commit(*place, record, whole, {0: _layout(named, objects)}, frozenset(), keep=False)
-        _discard_others(storage, job)
-    return Imported(snapshot, done - reused, reused)
+    there = sum(part.nbytes for part in mine if part.name in reports.found)
+    wanted, written = sum(part.nbytes for part in mine), 0
+    check_room(storage, wanted - there, reports.directory)
+    try:
+        for part in mine:
+            if part.name not in reports.found:
+                told = _further(progress, there + written, wanted)
+                reports.add(part.name, write_chunks(*place, part.name, part.made, [], cancelled, told))
+                written += part.nbytes
+        if share is None:
+            if NODE not in reports.found:
+                reports.add(NODE, write_chunks(*place, NODE, lambda: ([], objects), [0], cancelled))
+            _claim(storage, job, record)
+            whole = [reports.found[name] for name in (*(part.name for part in parts), NODE)]
+            commit(*place, record, whole, {0: _layout(named, objects)}, frozenset(), keep=False)
+            _discard_others(storage, job)
+    except NotFound as error:
+        if list_all(storage, job):
+            raise CkptdError("another process has imported the same meanwhile", where=job) from error
+        raise
+    return Imported(snapshot, written, wanted - written)
 
 
 def own_job(name: str) -> str:
@@ -123,38 +132,53 @@ def _parts(named: Named) -> list[Part]:
     return [Part(f"{NODE}-{number:05d}", *found) for number, found in enumerate(zip(groups, places, sizes, strict=False))]
 
 
-def _write_part(
-    place: tuple[Storage, str, SnapshotId, str], part: Part, cancelled: threading.Event, progress: Progress
-) -> bytes:
-    """Its files are durable before its report is, and whose report is there is not written again."""
-    storage, job, snapshot, attempt = place
-    report = write_chunks(*place, part.name, lambda: (part.chunks, []), [], cancelled, progress)
-    out = storage.put(f"{attempt_dir(job, snapshot, attempt)}/{part.name}-{secrets.token_hex(4)}{REPORT}")
-    try:
-        out.write(digest(report) + report)
-        out.finish()
-    finally:
-        out.abort()
-    return report
+class _Reports:
+    """``found``: by part, of those whose files are there as they were written. A report appears whole, once; one whose files are
+    not there makes room for one of the next number."""
 
+    def __init__(self, storage: Storage, directory: str) -> None:
+        self._storage, self.directory = storage, directory
+        self.found: dict[str, bytes] = {}
+        self._numbers: dict[str, int] = {}  # part -> of its next report
+        self._look()
 
-def _there(storage: Storage, directory: str) -> dict[str, bytes]:
-    """The reports of parts whose files are there as they were written; a report that its writer's death has torn is none."""
-    entries = {entry.name.removesuffix(PART): entry.size for entry in storage.list(directory)}
-    found: dict[str, bytes] = {}
-    for name in sorted(name for name in entries if name.endswith(REPORT)):
+    def _look(self) -> None:
+        entries = {entry.name.removesuffix(PART): entry.size for entry in self._storage.list(self.directory)}
+        names = [name for name in entries if name.endswith(REPORT)]
+        for name in sorted(names, key=lambda name: _numbered(name)[1]):
+            part, number = _numbered(name)
+            if part in self.found:
+                continue
+            said = self._said(name, entries)
+            if said is not None:
+                self.found[part] = said
+            self._numbers[part] = number + 1
+
+    def _said(self, name: str, entries: Mapping[str, int]) -> bytes | None:
         try:
-            data = read_file(storage, f"{directory}/{name}", r.REPORT_BYTES_MAX)
+            data = read_file(self._storage, f"{self.directory}/{name}", r.REPORT_BYTES_MAX)
         except NotFound:
-            continue
+            return None
         said = data[SUM_BYTES:]
         if digest(said) != data[:SUM_BYTES]:
-            continue
+            return None
         report = r.decode(said)
         sides = {report.side.path: report.side.size} if report.side is not None else {}
-        if (sides | {file.path: file.size for file in report.files}).items() <= entries.items():
-            found[report.node] = said
-    return found
+        return said if (sides | {file.path: file.size for file in report.files}).items() <= entries.items() else None
+
+    def add(self, part: str, report: bytes) -> None:
+        """Its files are durable. Another process may have been faster: then its report stands for this one, too."""
+        while part not in self.found:
+            name = f"{part}-{self._numbers.get(part, 0):04d}{REPORT}"
+            if self._storage.put_if_absent(f"{self.directory}/{name}", digest(report) + report):
+                self.found[part] = report
+            else:
+                self._look()
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    part, _, number = name.removesuffix(REPORT).rpartition("-")
+    return part, int(number) if number.isdecimal() else 0
 
 
 def _further(progress: Progress, before: int, total: int) -> Progress:

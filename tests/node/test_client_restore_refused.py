@@ -155,7 +155,7 @@ def test_tensors_without_memory_fail_the_snapshot_by_name(daemon: RankDaemonDoub
         empty = net()
     with begun(daemon, model=empty) as client:
         status = client.snapshot(1, must=True).wait("sealed", 30)
-        assert status == "failed: still on the meta device", status
+        assert status == "failed: still on the meta device [model.0.weight]", status
         assert "model.0.weight" in client.health().problems[0]
 
 

@@ -132,7 +132,7 @@ def test_what_is_not_whole_is_written_again(
 ) -> None:
     root = tmp_path / "root"
     given_up(monkeypatch, cli, source, root)
-    ending = ".report.part" if "report" in harm else ".safetensors.part"
+    ending = ".report" if "report" in harm else ".safetensors.part"
     path = sorted(root.rglob(f"*{ending}"))[0]
     if harm == "no file":
         path.unlink()
@@ -186,12 +186,29 @@ def test_processes_side_by_side(cli: Cli, source: Path, tmp_path: Path) -> None:
 
 
 def test_two_of_the_same_are_one(source: Path, tmp_path: Path) -> None:
-    """Both write all of it: whoever is late commits what is committed, or hears that the job has begun."""
+    """Both write all of it: whoever is late commits what is committed, or hears of the other. Each counted on its own files."""
     root = tmp_path / "root"
-    both = [run(source, root) for _ in range(2)]
+    both = [run(source, root) for _ in range(3)]
     done = [json.loads(out) for out in [process.communicate(timeout=RUN_TIMEOUT_S)[0] for process in both] if out]
     assert 0 in {process.returncode for process in both}
     check(root, done[0])
+
+
+def test_of_two_reports_of_a_part_the_first_counts_for_both(
+    cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes the same between this one's files and its reports; then both commit."""
+    real, turns = write.write_chunks, [True]
+
+    def overtaken(*args: Any, **named: Any) -> bytes:
+        report = real(*args, **named)
+        if turns and turns.pop():
+            given_up(monkeypatch, cli, source, tmp_path / "root")
+            monkeypatch.setattr(write, "write_chunks", overtaken)
+        return report
+
+    monkeypatch.setattr(write, "write_chunks", overtaken)
+    check(tmp_path / "root", run_import(cli, source, "torch", tmp_path / "root"))
 
 
 def test_a_part_of_nothing(cli: Cli, source: Path, tmp_path: Path) -> None:
