@@ -14,6 +14,7 @@ from ckptd.core.errors import CkptdError
 
 if TYPE_CHECKING:
     from ckptd.choices import Patterns, Share
+    from ckptd.config import Config
     from ckptd.imports.optimizers import Named
     from ckptd.imports.sources import Found
 
@@ -73,7 +74,7 @@ def import_(
     full_job, step = own_job(job), found.step if step is None else step
     report: dict[str, Any] = {"path": "", "part": part, "written": 0, "reused": 0}
     if not dry_run:
-        report |= _write(loaded.config.storage_root, full_job, step, made, share, quiet=as_json)
+        report |= _write(loaded.config, full_job, step, made, share, quiet=as_json)
     report |= {
         "job": full_job, "step": step, "bytes": sum(stored.nbytes for stored, _ in made.tensors.values()),
         "tensors": {key: [stored.dtype, list(stored.shape)] for key, (stored, _) in made.tensors.items()},
@@ -124,7 +125,7 @@ def _no_tensor(had: list[str], foreign: set[str]) -> str:
     return "the file has none; save state_dict()s"
 
 
-def _write(root: str, job: str, step: int, made: Named, share: Share | None, *, quiet: bool) -> dict[str, Any]:
+def _write(config: Config, job: str, step: int, made: Named, share: Share | None, *, quiet: bool) -> dict[str, Any]:
     from ckptd.cli.verify import bar
     from ckptd.imports.write import write
     from ckptd.persist.names import step_dir
@@ -134,8 +135,8 @@ def _write(root: str, job: str, step: int, made: Named, share: Share | None, *, 
     before = signal.signal(signal.SIGINT, lambda *_: cancelled.set())
     try:
         with bar("import", quiet=quiet) as progress:
-            storage = storage_at(root, create=True)
-            done = write(storage, job, step, made, progress, cancelled, share)
+            storage = storage_at(str(config.storage_root), create=True)
+            done = write(storage, job, step, made, progress, cancelled, share, compress=config.compress)
         path = storage.locate(step_dir(job, done.snapshot)) if share is None else ""
         return {"path": path, "written": done.written, "reused": done.reused}
     finally:
@@ -153,7 +154,7 @@ def _print(report: dict[str, Any], *, dry_run: bool) -> None:
     if report["part"] is not None and not dry_run:
         what = f"part {report['part']}, {size(report['written'] + report['reused'])},"
         verb = "written; when all are there, once without --part"
-    there = f" ({size(report['reused'])} were there)" if report["reused"] else ""
+    there = f" ({size(report['reused'])} were there, and are right)" if report["reused"] else ""
     to = f" to {report['path']}" if report["path"] else ""
     print(plain(f"job {report['job']}, step {report['step']}: {what} {verb}{to}{there}"))
     if report["meta"]:

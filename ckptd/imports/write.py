@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,23 +24,22 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.catalogue import META
 from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
-from ckptd.persist import report as r
+from ckptd.imports.reports import Reports
 from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_all
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch, newest_record
 from ckptd.persist.names import PART, attempt_dir, check_job, epoch_dir, epoch_of_dir
 from ckptd.persist.packing import FILE_BYTES_MAX, cut
 from ckptd.persist.pieces import ObjectBlob, OutChunk
-from ckptd.persist.storage.base import NotFound, Storage, read_file
-from ckptd.persist.sums import SUM_BYTES, digest
-from ckptd.persist.writer import check_room, write_chunks
+from ckptd.persist.report import REPORT_VERSION
+from ckptd.persist.storage.base import NotFound, Storage
+from ckptd.persist.writer import Cancelled, check_room, write_chunks
 
 if TYPE_CHECKING:
     from ckptd.imports.optimizers import Named
 
 NODE = "import"  # stands for the node that the only rank lived on
 PART_BYTES = FILE_BYTES_MAX  # what a kill may cost
-REPORT = ".report"
 TAKEN = "a job is imported before its first start: name another --job, or `ckptd forget JOB --storage` first"
 Progress = Callable[[int, int], None]
 
@@ -73,29 +72,38 @@ def write(
     progress: Progress,
     cancelled: threading.Event,
     share: Share | None = None,
+    *,
+    compress: bool = False,
 ) -> Imported:
-    """share: this process's parts alone, and nothing is committed. Raises CkptdError: the job has been started, or anything that
-    storage has against it; the parts that are there stay for the next try."""
+    """share: this process's parts alone, and nothing is committed. What an earlier try wrote is read back. Raises CkptdError: the
+    job has been started, or anything that storage has against it; the parts that are there stay for the next try."""
     objects, parts = _encoded(named, step), _parts(named)
     total = sum(part.nbytes for part in parts)
-    plan = _plan(job, step, named, objects)
+    plan = _plan(job, step, named, objects, compress)
     attempt = f"{NODE}-{plan[:16]}"
     snapshot = SnapshotId(_epoch(storage, job, attempt), step)
     record = EpochRecord(snapshot.epoch, plan, (NODE,), (), before=(-1, ()))
     place = storage, job, snapshot, attempt
-    reports = _Reports(storage, attempt_dir(job, snapshot, attempt))
+    reports = Reports(storage, attempt_dir(job, snapshot, attempt))
     mine = [part for part in parts if share is None or share.has(part.at, part.nbytes, total)]
-    there = sum(part.nbytes for part in mine if part.name in reports.found)
-    wanted, written = sum(part.nbytes for part in mine), 0
-    check_room(storage, wanted - there, reports.directory)
+    wanted = sum(part.nbytes for part in mine)
     try:
+        there = 0
+        for part in mine:
+            if cancelled.is_set():
+                raise Cancelled("the import was cancelled", where=job, hint="the same again goes on")
+            if reports.find(part.name):
+                there += part.nbytes
+                progress(there, wanted)
+        check_room(storage, wanted - there, reports.directory)
+        written = 0
         for part in mine:
             if part.name not in reports.found:
                 told = _further(progress, there + written, wanted)
-                reports.add(part.name, write_chunks(*place, part.name, part.made, [], cancelled, told))
+                reports.add(part.name, write_chunks(*place, part.name, part.made, [], cancelled, told, compress=compress))
                 written += part.nbytes
         if share is None:
-            if NODE not in reports.found:
+            if not reports.find(NODE):
                 reports.add(NODE, write_chunks(*place, NODE, lambda: ([], objects), [0], cancelled))
             _claim(storage, job, record)
             whole = [reports.found[name] for name in (*(part.name for part in parts), NODE)]
@@ -132,79 +140,32 @@ def _parts(named: Named) -> list[Part]:
     return [Part(f"{NODE}-{number:05d}", *found) for number, found in enumerate(zip(groups, places, sizes, strict=False))]
 
 
-class _Reports:
-    """``found``: by part, of those whose files are there as they were written. A report appears whole, once; one whose files are
-    not there makes room for one of the next number."""
-
-    def __init__(self, storage: Storage, directory: str) -> None:
-        self._storage, self.directory = storage, directory
-        self.found: dict[str, bytes] = {}
-        self._numbers: dict[str, int] = {}  # part -> of its next report
-        self._look()
-
-    def _look(self) -> None:
-        entries = {entry.name.removesuffix(PART): entry.size for entry in self._storage.list(self.directory)}
-        names = [name for name in entries if name.endswith(REPORT)]
-        for name in sorted(names, key=lambda name: _numbered(name)[1]):
-            part, number = _numbered(name)
-            if part in self.found:
-                continue
-            said = self._said(name, entries)
-            if said is not None:
-                self.found[part] = said
-            self._numbers[part] = number + 1
-
-    def _said(self, name: str, entries: Mapping[str, int]) -> bytes | None:
-        try:
-            data = read_file(self._storage, f"{self.directory}/{name}", r.REPORT_BYTES_MAX)
-        except NotFound:
-            return None
-        said = data[SUM_BYTES:]
-        if digest(said) != data[:SUM_BYTES]:
-            return None
-        report = r.decode(said)
-        sides = {report.side.path: report.side.size} if report.side is not None else {}
-        return said if (sides | {file.path: file.size for file in report.files}).items() <= entries.items() else None
-
-    def add(self, part: str, report: bytes) -> None:
-        """Its files are durable. Another process may have been faster: then its report stands for this one, too."""
-        while part not in self.found:
-            name = f"{part}-{self._numbers.get(part, 0):04d}{REPORT}"
-            if self._storage.put_if_absent(f"{self.directory}/{name}", digest(report) + report):
-                self.found[part] = report
-            else:
-                self._look()
-
-
-def _numbered(name: str) -> tuple[str, int]:
-    part, _, number = name.removesuffix(REPORT).rpartition("-")
-    return part, int(number) if number.isdecimal() else 0
-
-
 def _further(progress: Progress, before: int, total: int) -> Progress:
     return lambda done, _: progress(before + done, total)
 
 
 # --- which import this is -------------------------------------------------------------------------------------------
-def _plan(job: str, step: int, named: Named, objects: list[ObjectBlob]) -> str:
+def _plan(job: str, step: int, named: Named, objects: list[ObjectBlob], compress: bool) -> str:
     """What decides the bytes: the files as they are now, and what is taken of them."""
     paths = sorted({place.path for stored, _ in named.tensors.values() for place in stored.places})
     stats = [(os.path.abspath(path), (facts := os.stat(path)).st_size, facts.st_mtime_ns) for path in paths]
     tensors = [(key, role, stored.dtype, stored.shape, stored.places) for key, (stored, role) in named.tensors.items()]
     blobs = [(blob.name, blob.data) for blob in objects]
-    how = [r.REPORT_VERSION, PART_BYTES, job, step, stats, tensors, sorted(named.aliases.items()), blobs]
+    how = [REPORT_VERSION, PART_BYTES, compress, job, step, stats, tensors, sorted(named.aliases.items()), blobs]
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(how))
 
 
 def _epoch(storage: Storage, job: str, attempt: str) -> int:
-    """The one that this import has begun, or the one behind all that others took. What imports left that were killed is no start:
-    attempts, or a claim without a checkpoint."""
+    """The one that imports have begun and none has claimed, or this very one has, or the one behind all that others took. What
+    imports left that were killed is no start: attempts, or a claim without a checkpoint."""
     highest, newest, attempts = highest_epoch(storage, job), newest_record(storage, job), _attempts(storage, job)
     of_import = newest is None or is_grave(newest) or (newest.ranks == (NODE,) and not newest.nodes)
     if not of_import or list_all(storage, job) or not all(map(_is_import, attempts)):
         raise CkptdError(f"this job has been started: storage knows epoch {highest} of it", where=job, hint=TAKEN)
-    begun = any(path.startswith(f"{epoch_dir(job, highest)}/") and f".{attempt}{PART}" in path for path in attempts)
-    return highest if begun else highest + 1
+    here = [path for path in attempts if path.startswith(f"{epoch_dir(job, highest)}/")]
+    claimed = newest is not None and newest.number == highest
+    ours = any(f".{attempt}{PART}" in path for path in here)
+    return highest if ours or (here and not claimed) else highest + 1
 
 
 def _attempts(storage: Storage, job: str) -> list[str]:

@@ -339,3 +339,16 @@ def test_a_rank_of_another_world_that_names_the_attempt_that_trains_is_not_taken
     done = node.feed(ev.RankJoined(0, record.nonce, world, record.nodes, msg.RestoreAsk(), running=False))
     assert [report.ranks for report in sent(done, msg.JoinReport)] == [world], "it asks as any other start"
 
+
+
+def test_who_has_heard_of_another_epoch_says_another_digest() -> None:
+    """P16: by an old one the steward-elect would believe to know what it has not heard of."""
+    record = record_of("ab")
+    node = Node("b", record, running=False)
+    node.feed(ev.RankJoined(1, "next", record.ranks, record.nodes, ASK))
+    node.tick(RESEND_S)
+    mark = len(node.done)
+    node.hear("a", msg.Stale(replace(record, number=record.number + 1, nonce="other")))
+    node.tick(RESEND_S)
+    before, after = ({report.digest for report in sent(some, msg.JoinReport, "a")} for some in (node.done[:mark], node.done[mark:]))
+    assert len(before) == len(after) == 1 and before != after

@@ -156,3 +156,14 @@ def test_of_too_many_tables_the_newest_are_named(monkeypatch: pytest.MonkeyPatch
     mark = len(node.done)
     node.answer("b", *BOTH, layouts={STAGES[3].layout_id: STAGES[3].encoded, STAGES[4].layout_id: STAGES[4].leaf})
     assert tables(node, mark) == [tuple(one.fragments.table.digest for one in STAGES[2:4])]
+
+
+def test_a_last_part_that_came_first_counts_once_all_of_it_can_be_read() -> None:
+    """It names a table that no part has brought: who asked knew it, and has lost it since."""
+    node = Elect(ASKED).start()
+    told = node.machine.steward.restoring.gathering
+    node.answer("b", *BOTH, layouts={one.layout_id: one.leaf for one in STAGES[:2]}, part=2, parts=2)
+    mark = len(node.done)
+    node.answer("b", layouts={STAGES[0].layout_id: STAGES[0].encoded}, part=1, parts=2)
+    assert told.gather is not None and "b" not in told.gather.said
+    assert tables(node, mark) == [(STAGES[0].fragments.table.digest,)]

@@ -19,6 +19,7 @@ from ckptd.persist.storage.factory import storage_at
 from tests.cluster.nodes import REPO
 from tests.node.commands import Cli
 from tests.node.imports import JOB, STEP, restored, run_import
+from tests.node.test_persist_damage import flip
 
 PART_BYTES = 256 << 10
 COUNT = 3
@@ -126,16 +127,18 @@ def test_one_that_dies_at_its_end_writes_nothing_again(cli: Cli, source: Path, t
     check(root, report)
 
 
-@pytest.mark.parametrize("harm", ["torn report", "empty report", "short file", "no file"])
+@pytest.mark.parametrize("harm", ["torn report", "empty report", "short file", "no file", "a bit of a file", "a bit of a side"])
 def test_what_is_not_whole_is_written_again(
     cli: Cli, source: Path, tmp_path: Path, harm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "root"
     given_up(monkeypatch, cli, source, root)
-    ending = ".report" if "report" in harm else ".safetensors.part"
+    ending = ".report" if "report" in harm else ".side.part" if "side" in harm else ".safetensors.part"
     path = sorted(root.rglob(f"*{ending}"))[0]
     if harm == "no file":
         path.unlink()
+    elif "bit" in harm:
+        flip(path, path.stat().st_size // 2)
     else:
         os.truncate(path, 0 if harm == "empty report" else path.stat().st_size - 8)
     report = run_import(cli, source, "torch", root)
@@ -155,11 +158,20 @@ def test_a_source_that_changed_is_another(cli: Cli, source: Path, tmp_path: Path
 
 
 def test_other_options_are_another(cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes nothing away from the one that is given up meanwhile."""
     root = tmp_path / "root"
+    given_up(monkeypatch, cli, source, root)
     given_up(monkeypatch, cli, source, root, "--dtype", "bf16")
+    given_up(monkeypatch, cli, source, root, "--compress")
     report = run_import(cli, source, "torch", root)
-    assert report["reused"] == 0
+    assert report["reused"] == 3 * 4 * ROWS and "epoch-000001" in report["path"], "three tensors, a part each"
     check(root, report)
+
+
+def test_it_is_compressed_as_daemons_do(cli: Cli, source: Path, tmp_path: Path) -> None:
+    report = run_import(cli, source, "torch", tmp_path / "root", "--compress")
+    assert list(Path(report["path"]).glob("*.encoded"))
+    check(tmp_path / "root", report)
 
 
 def test_into_a_bucket(cli: Cli, source: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,4 +230,4 @@ def test_a_part_of_nothing(cli: Cli, source: Path, tmp_path: Path) -> None:
     ran = cli("import", source, *flags, "--part", "1/3")
     assert ran.code == 0 and "when all are there, once without --part" in ran.out
     ran = cli("import", source, *flags)
-    assert ran.code == 0 and "were there)" in ran.out and "written to" in ran.out
+    assert ran.code == 0 and "were there, and are right)" in ran.out and "written to" in ran.out
