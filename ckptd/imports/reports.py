@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist import report as r
-from ckptd.persist.names import PART
+from ckptd.persist.commit import check_report
 from ckptd.persist.ranges import StoredChunk
 from ckptd.persist.storage.base import NotFound, Storage, StorageError, read_file
-from ckptd.persist.sums import SUM_BYTES, FileDamage, block_count, digest
+from ckptd.persist.sums import SUM_BYTES, block_count, digest
 
 REPORT = ".report"
 BUFFER_BYTES = 8 << 20
@@ -30,15 +30,14 @@ class Reports:
         """Reads back all that the part has. Raises StorageError."""
         if part in self.found:
             return True
-        entries = {entry.name.removesuffix(PART): entry.size for entry in self._storage.list(self.directory)}
-        mine = sorted((number, name) for name in entries for of, number in [_numbered(name)] if of == part)
-        for number, name in mine:
-            said = self._said(name, entries)
+        numbered = [(*_numbered(entry.name), entry.name) for entry in self._storage.list(self.directory)]
+        for _, number, name in sorted(row for row in numbered if row[0] == part):
+            said = self._said(f"{self.directory}/{name}")
             if said is not None:
                 self.found[part] = said
-                return True
+                break
             self._numbers[part] = number + 1
-        return False
+        return part in self.found
 
     def add(self, part: str, report: bytes) -> None:
         """Its files are durable. Another process may have been faster: then its report stands for this one, too."""
@@ -47,16 +46,12 @@ class Reports:
             if self._storage.put_if_absent(f"{self.directory}/{name}", digest(report) + report):
                 self.found[part] = report
 
-    def _said(self, name: str, entries: Mapping[str, int]) -> bytes | None:
+    def _said(self, path: str) -> bytes | None:
         try:
-            data = read_file(self._storage, f"{self.directory}/{name}", r.REPORT_BYTES_MAX)
+            data = read_file(self._storage, path, r.REPORT_BYTES_MAX)
             said = data[SUM_BYTES:]
-            if digest(said) != data[:SUM_BYTES]:
-                return None
-            report = r.decode(said)
-            sides = {report.side.path: report.side.size} if report.side is not None else {}
-            if (sides | {file.path: file.size for file in report.files}).items() <= entries.items():
-                self._read_back(report)
+            if digest(said) == data[:SUM_BYTES]:
+                self._read_back(r.decode(said))
                 return said
         except CkptdError as error:
             if isinstance(error, StorageError) and not isinstance(error, NotFound):
@@ -65,29 +60,22 @@ class Reports:
 
     def _read_back(self, report: r.Report) -> None:
         """Raises FileDamage, StorageError."""
+        check_report(self._storage, self.directory, report)
         if report.side is None:
             return
-        with closing(self._storage.open(f"{self.directory}/{report.side.path}")) as side:
-            whole = memoryview(bytearray(side.size))
-            side.read_into(0, whole)
-        if digest(whole[:-SUM_BYTES]) != report.side.sum or whole[-SUM_BYTES:] != report.side.sum:
-            raise FileDamage("damaged side file", where=self._storage.locate(self.directory))
+        side = read_file(self._storage, f"{self.directory}/{report.side.path}", report.side.size)
         for file in report.files:
-            self._read_file(file, whole[file.sums_at : file.sums_at + file.blocks * SUM_BYTES])
+            path = f"{self.directory}/{file.path}"
+            anew, where = partial(self._storage.open, path), self._storage.locate(path)
+            with closing(anew()) as reader:
+                for row in file.chunks:
+                    at = file.sums_at + row.block * SUM_BYTES
+                    sums = side[at : at + block_count(row.nbytes) * SUM_BYTES]
+                    self._read_chunk(StoredChunk(reader, anew, where, row.name, row.at, row.nbytes, sums, ""))
 
-    def _read_file(self, file: r.WrittenFile, sums: memoryview) -> None:
-        path = f"{self.directory}/{file.path}"
-        with closing(self._storage.open(path)) as reader:
-            head = memoryview(bytearray(file.data_start))
-            reader.read_into(0, head)
-            if digest(head) != file.header_sum:
-                raise FileDamage("damaged header", where=self._storage.locate(path))
-            for row in file.chunks:
-                its = bytes(sums[row.block * SUM_BYTES : (row.block + block_count(row.nbytes)) * SUM_BYTES])
-                place = self._storage.locate(path), row.name, row.at, row.nbytes, its, ""
-                stored = StoredChunk(reader, lambda: self._storage.open(path), *place)
-                for at in range(0, row.nbytes, BUFFER_BYTES):
-                    stored.read(at, self._buffer[: min(BUFFER_BYTES, row.nbytes - at)])
+    def _read_chunk(self, stored: StoredChunk) -> None:
+        for at in range(0, stored.nbytes, BUFFER_BYTES):
+            stored.read(at, self._buffer[: min(BUFFER_BYTES, stored.nbytes - at)])
 
 
 def _numbered(name: str) -> tuple[str, int]:

@@ -51,7 +51,7 @@ def commit(
         def made() -> Contents:
             contents = assemble(job, snapshot, attempt, record, decoded, layouts, per_rank, keep)
             for report in decoded:
-                _check_report(storage, directory, report)
+                check_report(storage, directory, report)
                 for kept in report.kept:
                     _check_kept(older[kept.of], report.node, kept)
             return contents
@@ -125,7 +125,7 @@ def _committed(storage: Storage, pointer: str) -> bool:
     return True
 
 
-def _check_report(storage: Storage, directory: str, report: r.Report) -> None:
+def check_report(storage: Storage, directory: str, report: r.Report) -> None:
     """Open what a writer reports through our own mount: size, header and sums. Raises CkptdError."""
     if report.side is None:
         return

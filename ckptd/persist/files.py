@@ -6,11 +6,12 @@ What is missing or not what was written is asked for once more: a store, or the 
 from __future__ import annotations
 
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist import manifest as m
+from ckptd.persist.again import twice
 from ckptd.persist.index import Chunk
 from ckptd.persist.names import is_job, step_dir
 from ckptd.persist.ranges import StoredChunk
@@ -94,9 +95,7 @@ class OpenFiles:
 
     def checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
         """Bytes of a side file that must match their checksum. Raises FileDamage."""
-        with suppress(FileDamage):
-            return self._checked(side, at, nbytes, expected, what)
-        return self._checked(side, at, nbytes, expected, what)
+        return twice(FileDamage, partial(self._checked, side, at, nbytes, expected, what))
 
     def _checked(self, side: int, at: int, nbytes: int, expected: str, what: str) -> bytes:
         where, hint = self.where(self._manifest.sides[side]), _hint(self._manifest.sides[side])
@@ -118,7 +117,7 @@ class OpenFiles:
     def _open(self, path: str, size: int, hint: str) -> FileReader:
         where = self._storage.locate(path)
         try:
-            reader = self._found(path)
+            reader = twice(NotFound, partial(self._storage.open, path))
         except NotFound as error:
             raise FileDamage("a file of the checkpoint is missing", where=where, hint=hint) from error
         if reader.size != size:
@@ -127,11 +126,6 @@ class OpenFiles:
             kind = "truncated" if found < size else "not ours"
             raise FileDamage(f"{found} bytes instead of {size}: the file is {kind}", where=where, hint=hint)
         return reader
-
-    def _found(self, path: str) -> FileReader:
-        with suppress(NotFound):
-            return self._storage.open(path)
-        return self._storage.open(path)
 
 
 def _hint(file: m.DataFile | m.SideFile) -> str:

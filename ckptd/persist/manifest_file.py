@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import EpochRecord
+from ckptd.persist.again import twice
 from ckptd.persist.index import INDEX_BYTES_MAX, Chunk, Index, Tensor, decode_index
 from ckptd.persist.manifest import FORMAT, VERSION, Contents, Manifest, check
 from ckptd.persist.names import INDEX, MANIFEST
@@ -68,9 +69,7 @@ def encode(contents: Contents) -> dict[str, bytes]:
 def read(storage: Storage, directory: str) -> Contents:
     """Raises NotFound: there is no manifest; CkptdError: another format or a newer version; FileDamage, StorageError. What is
     damaged is read once more: it may be what a network did to it."""
-    with suppress(FileDamage):
-        return _read(storage, directory)
-    return _read(storage, directory)
+    return twice(FileDamage, partial(_read, storage, directory))
 
 
 def _read(storage: Storage, directory: str) -> Contents:

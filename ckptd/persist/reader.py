@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
 from functools import cached_property, partial
 from itertools import pairwise
 from types import TracebackType
@@ -19,6 +18,7 @@ from ckptd.core.state_map.catalogue import Catalogue, TensorEntry
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
+from ckptd.persist.again import twice
 from ckptd.persist.encoding import EncodedChunk
 from ckptd.persist.files import OpenFiles
 from ckptd.persist.index import Chunk, Tensor
@@ -71,7 +71,7 @@ class Checkpoint:
     @staticmethod
     def _at(storage: Storage, directory: str, lease: Lease | None) -> Checkpoint:
         try:
-            contents = _contents(storage, directory)
+            contents = twice(NotFound, partial(read, storage, directory))
         except NotFound as error:
             hint = "`ckptd ls` shows what there is"
             raise NotFound("no such checkpoint", where=error.where, hint=hint) from error
@@ -235,13 +235,6 @@ class Checkpoint:
             if self._pool is None:
                 self._pool = ThreadPool(READER_THREADS - 1, "ckptd-read")  # and whoever reads
             return self._pool
-
-
-def _contents(storage: Storage, directory: str) -> m.Contents:
-    """A store that does not find it is asked once more."""
-    with suppress(NotFound):
-        return read(storage, directory)
-    return read(storage, directory)
 
 
 def _check_place(directory: str, snapshot: SnapshotId, where: str) -> None:

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
-from tests.cluster.nodes import Cluster, together
+from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.cluster.test_bad_storage import checkpoint
 from tests.cluster.test_frozen import FROZEN_BYTES, MIB
 from tests.waiting import until
 
-JOB = "store"
+JOB, KIND = "store", "adapters_fsdp"
 PATIENCE_S = 60.0
 STEPS = 4
 
 
-def test_only_what_changed_is_written_and_another_world_finds_all_of_it(nodes: Cluster) -> None:
-    storage = nodes.root / "storage"
+def trained(nodes: Cluster, storage: Path, steps: int, **settings: Any) -> tuple[list[Node], list[Trainer], str]:
+    """Two nodes of these settings and their trainers, each step durable; the digest of the last."""
     storage.mkdir()
-    made = nodes.several(2, storage_root=storage, replicas=1, keep_last=1, dedup="true")
-    world = nodes.world(made, JOB, kind="adapters_fsdp")
+    made = nodes.several(2, storage_root=storage, replicas=1, **settings)
+    world = nodes.world(made, JOB, kind=KIND)
     assert together(world, "restore") == [None] * 2
-    for _ in range(STEPS):
+    for _ in range(steps):
         together(world, "train", steps=1, snapshot=False)
         together(world, "snapshot", must=True)
         assert together(world, "wait", level="durable", timeout=PATIENCE_S) == ["durable"] * 2
     (digest,) = set(together(world, "digest"))
+    return made, world, digest
+
+
+def alone_after(nodes: Cluster, made: list[Node], world: list[Trainer], storage: Path) -> Trainer:
+    """All of them are killed; one rank on a new node begins from storage."""
+    for one in (*world, *made):
+        one.kill()
+    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind=KIND)
+    return alone
+
+
+def test_only_what_changed_is_written_and_another_world_finds_all_of_it(nodes: Cluster) -> None:
+    storage = nodes.root / "storage"
+    made, world, digest = trained(nodes, storage, STEPS, keep_last=1, dedup="true")
     for node in made:
         (job,) = node.get("/status")["jobs"]
         once, each = FROZEN_BYTES // 2, job["flushed_bytes"] / STEPS
@@ -37,11 +53,7 @@ def test_only_what_changed_is_written_and_another_world_finds_all_of_it(nodes: C
     assert [(row["step"], row["of"]) for row in rows] == [(STEPS, ["step 1"]), (1, [])]
     assert "files in step 1" in made[0].cli("ls").stdout
     assert made[0].cli("verify", storage).returncode == 0
-    for trainer in world:
-        trainer.kill()
-    for node in made:
-        node.kill()
-    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="adapters_fsdp")
+    alone = alone_after(nodes, made, world, storage)
     assert alone.do("restore") == STEPS
     assert alone.do("digest") == digest
     assert alone.do("last_restore")["bytes"]["durable"] > FROZEN_BYTES

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import obstore
 
+from ckptd.persist.again import twice
 from ckptd.persist.storage.base import NotFound, StorageError, SyncFailed
 from ckptd.persist.storage.object_errors import store_error
 from ckptd.persist.storage.object_windows import WINDOW_BYTES, Windows
@@ -134,9 +136,7 @@ class ObjectReader:
             np.copyto(np.frombuffer(dest, np.uint8), np.frombuffer(self._fetch(at, len(dest)), np.uint8))
 
     def _fetch(self, at: int, nbytes: int) -> memoryview:
-        with suppress(NotFound):
-            return self._range(at, nbytes)
-        return self._range(at, nbytes)  # it was there when it was opened
+        return twice(NotFound, partial(self._range, at, nbytes))  # it was there when it was opened
 
     def _range(self, at: int, nbytes: int) -> memoryview:
         try:
