@@ -34,8 +34,8 @@ EDITS = (
     Edit(
         "only the first writer's files are checked",
         "persist/commit.py",
-        "            for report in decoded:\n                _check_report",
-        "            for report in decoded[:1]:\n                _check_report",
+        "            for report in decoded:\n                check_report",
+        "            for report in decoded[:1]:\n                check_report",
     ),
     Edit(
         "the manifest is not synced before the directory appears",
