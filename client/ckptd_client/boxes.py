@@ -116,6 +116,7 @@ class Boxes:
     blobs: list[Blob] = field(default_factory=list)
     loading: bool = False
     _seen: list[Any] = field(default_factory=list)
+    _born: set[tuple[int, int]] = field(default_factory=set)
 
     def ask(self, *, loading: bool) -> None:
         """Raises CkptdError naming what cannot be saved; whatever the provider raises goes on."""
@@ -128,12 +129,12 @@ class Boxes:
         if not loading:  # what is asked for twice comes twice
             _check_together(boxes, blobs)
         self.boxes, self.blobs, self.loading = boxes, blobs, loading
-        self._seen = self._marks()
+        self._seen, self._born = self._marks(), _born()
 
     def changed(self) -> bool:
         """Has a tensor another storage, shape or dtype than when the provider was asked, has an optimizer state that it had not, or
-        was that for a restore?"""
-        return self.loading or self._seen != self._marks()
+        was that for a restore? An optimizer that has gone gives birth to nothing."""
+        return self.loading or self._seen != self._marks() or not _born() <= self._born
 
     def offered(self, catalogue: Catalogue) -> None:
         """What a restore may have, before it is asked for."""
@@ -150,9 +151,12 @@ class Boxes:
             raise CkptdError(f"its restored() raised {type(error).__name__}: {error}", where=self.name) from error
 
     def _marks(self) -> list[Any]:
-        """Optimizers count, for their state is born with a step: which have stepped, and how much they have state for."""
-        born = [(watch.first(optimizer), len(optimizer.state)) for optimizer in watch.stepped()]
-        return [sorted(born)] + [(box.tensor.data_ptr(), box.tensor.shape, box.tensor.dtype) for box, _ in self.boxes]
+        return [(box.tensor.data_ptr(), box.tensor.shape, box.tensor.dtype) for box, _ in self.boxes]
+
+
+def _born() -> set[tuple[int, int]]:
+    """Optimizer state is born with a step: which have stepped, and how much they have state for."""
+    return {(watch.first(optimizer), len(optimizer.state)) for optimizer in watch.stepped()}
 
 
 def _supported(box: Box) -> bool:

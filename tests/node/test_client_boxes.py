@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -188,3 +189,19 @@ def test_state_that_is_born_with_a_step_is_asked_for_then(daemon: RankDaemonDoub
         assert client.restore() == 2
     assert torch.equal(optimizer.state[weight]["exp_avg"], expected)
     assert told == [{"note": b"said"}]
+
+
+def test_an_optimizer_that_goes_makes_no_new_layout(daemon: RankDaemonDouble) -> None:
+    """Of another model of the same process, say: a discriminator that is trained no more."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.ones(3)
+    other = torch.optim.SGD([weight])
+    other.step()
+    engine = Engine([(0, 35)])
+    with engine.registered(daemon) as client:
+        assert client.restore() is None
+        durable(client, 1)
+        del other
+        gc.collect()
+        durable(client, 2)
+    assert engine.asked == [False, True, False]
