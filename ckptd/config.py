@@ -204,6 +204,10 @@ class Config(BaseSettings):
     storage_root: str | None = _set(
         None, "durable", "shared directory, or s3://bucket/prefix, for durable checkpoints; none: memory only"
     )
+    cache_dir: Path | None = _set(
+        None, "durable", "local directory that keeps what restores read of durable checkpoints, so that the next ones need not"
+    )
+    cache_budget: str = _set("10%", "durable", "room for it", "bytes, GiB or % of its file system")
     flush_every_steps: int = _of_policy(
         "flush_every_steps", "durable", "make durable every n steps; 0: off", ge=0
     )
@@ -284,7 +288,7 @@ class Config(BaseSettings):
             raise ValueError(f"{error.what} [{error.where}]: {error.hint}") from error
         return root if in_bucket(root) else os.path.abspath(os.path.expanduser(root))
 
-    @field_validator("state_dir", "socket", "key_file")
+    @field_validator("state_dir", "socket", "key_file", "cache_dir")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else Path(os.path.abspath(path.expanduser()))
@@ -312,7 +316,7 @@ class Config(BaseSettings):
         parse_budget(str(value), machine_memory_bytes())
         return str(value)
 
-    @field_validator("user_budget", mode="before")
+    @field_validator("user_budget", "cache_budget", mode="before")
     @classmethod
     def _share(cls, value: Any) -> str:
         parse_budget(str(value), machine_memory_bytes())
@@ -369,6 +373,10 @@ class Config(BaseSettings):
 
     def memory_budget_bytes(self) -> int:
         return parse_budget(self.memory_budget, machine_memory_bytes())
+
+    def cache_budget_bytes(self, whole_bytes: int) -> int:
+        """whole_bytes: of the file system of ``cache_dir``."""
+        return parse_budget(self.cache_budget, whole_bytes)
 
     def user_budget_bytes(self) -> int:
         """Of each user: his jobs' own slots, replicas and restores on this node."""

@@ -139,7 +139,7 @@ class _Host(RebuildHost):
         """It claims nothing: the job's lineage is its ranks'. The lease protects what is read."""
         if self._services.storage is None:
             raise CkptdError("this daemon has no storage", where=str(snapshot))
-        return Checkpoint.open(self._services.storage, self._job.job, snapshot)
+        return Checkpoint.open(self._services.storage, self._job.job, snapshot, self._services.cache)
 
     def layouts(self) -> dict[str, Layout]:
         return super().layouts() | self._known

@@ -74,7 +74,7 @@ class RebuildHost:
             )
         with contextlib.suppress(CkptdError):
             claim_epoch(storage, job, self._record)
-        found = Checkpoint.open(storage, job, snapshot)
+        found = Checkpoint.open(storage, job, snapshot, self._services.cache)
         stored = found.manifest.snapshot
         if snapshot.grant not in (0, stored.grant):  # 0: whoever decided could not know, and takes all of it from here
             found.close()

@@ -33,7 +33,7 @@ from ckptd.daemon.reclaim import Reclaim
 from ckptd.daemon.services import Services, log
 from ckptd.daemon.state import StateDir
 from ckptd.daemon.status import Status
-from ckptd.daemon.storage import SharedCheck, open_storage
+from ckptd.daemon.storage import SharedCheck, open_cache, open_storage
 from ckptd.observe.health import EVENT_TTL_S, Health
 from ckptd.observe.http import HttpServer
 from ckptd.observe.metrics import Metrics
@@ -151,7 +151,7 @@ class Daemon:
             pacer=pacer,
             cards=cards, map_parts=map_parts, holdings=Holdings(self._send),
             parity=ParityMaker(config.node_id, self.arena, fetcher, cards, work),
-            storage=storage,
+            storage=storage, cache=open_cache(config, self.health),
             health=self.health,
             metrics=self.metrics,
             send=self._send,

@@ -21,6 +21,7 @@ from ckptd.core.state_map.layout import Layout
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
 from ckptd.observe.metrics import Metrics
+from ckptd.persist.cache import Cache
 from ckptd.persist.storage.base import Storage
 from ckptd.protect.cards import Cards
 from ckptd.protect.fetch import Fetcher
@@ -56,6 +57,7 @@ class Services:
     holdings: Holdings
     parity: ParityMaker
     storage: Storage | None
+    cache: Cache | None
     health: Health
     metrics: Metrics
     send: Callable[[str, str, object], bool]  # node, job, message

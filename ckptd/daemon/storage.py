@@ -13,12 +13,14 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.storage_root import in_bucket, storage_root
 from ckptd.daemon.state import StateDir
 from ckptd.observe.health import Health
+from ckptd.persist.cache import Cache
 from ckptd.persist.preflight import place_token, probe, read_token
 from ckptd.persist.storage.base import Storage
 from ckptd.persist.storage.factory import storage_at
 from ckptd.wire.peer import StorageToken
 
 if TYPE_CHECKING:
+    from ckptd.config import Config
     from ckptd.daemon.services import Services
 
 log = logging.getLogger("ckptd.daemon")
@@ -54,6 +56,17 @@ def open_storage(root: str, node: str, health: Health, state: StateDir, *, fresh
             log.warning("storage root %s is another one than this node has used: what lies in %s is not found here", root, others)
         state.keep(IDENTITIES, msgspec.json.encode(known | {storage.locate(""): storage.identity}))
     return storage, token
+
+
+def open_cache(config: Config, health: Health) -> Cache | None:
+    """Nothing needs it: where it cannot be, health says so, and restores read storage."""
+    if config.cache_dir is None:
+        return None
+    try:
+        return Cache(config.cache_dir, config.cache_budget_bytes)
+    except CkptdError as error:
+        health.report("cache", str(error), serious=False)
+        return None
 
 
 def known_storage(root: str, state: Path, *, create: bool) -> Storage:

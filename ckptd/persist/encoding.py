@@ -104,16 +104,19 @@ class EncodedChunk:
         """nbytes: of its values."""
         self._stored, self._item, self._nbytes = stored, item, nbytes
 
-    def read(self, start: int, dest: memoryview) -> None:
-        """Raises FileDamage, StorageError; CkptdError: the library is not there."""
-        dest[:] = self._values[start : start + len(dest)]
+    def read(self, start: int, dest: memoryview) -> int:
+        """As StoredChunk's. Raises FileDamage, StorageError; CkptdError: the library is not there."""
+        values, known = self._values
+        dest[:] = values[start : start + len(dest)]
+        return len(dest) if known else 0
 
     @cached_property
-    def _values(self) -> memoryview:
+    def _values(self) -> tuple[memoryview, bool]:
+        """And whether they came from the cache."""
         available()
         frame = memoryview(bytearray(self._stored.nbytes))
-        self._stored.read(0, frame)
+        known = self._stored.read(0, frame) == len(frame)
         try:
-            return decode(frame, self._item, self._nbytes)
+            return decode(frame, self._item, self._nbytes), known
         except ValueError as error:
             raise FileDamage(f"{self._stored.name} cannot be decoded: {error}", where=self._stored.where) from error

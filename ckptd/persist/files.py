@@ -12,6 +12,7 @@ from functools import partial
 from ckptd.core.errors import CkptdError
 from ckptd.persist import manifest as m
 from ckptd.persist.again import twice
+from ckptd.persist.cache import Cache, CachedFile
 from ckptd.persist.index import Chunk
 from ckptd.persist.names import is_job, step_dir
 from ckptd.persist.ranges import StoredChunk
@@ -26,10 +27,11 @@ SHARED = (
 
 
 class OpenFiles:
-    def __init__(self, storage: Storage, directory: str, manifest: m.Manifest) -> None:
-        self._storage, self._directory, self._manifest = storage, directory, manifest
+    def __init__(self, storage: Storage, directory: str, manifest: m.Manifest, cache: Cache | None = None) -> None:
+        self._storage, self._directory, self._manifest, self._cache = storage, directory, manifest, cache
         self._lock = threading.Lock()
         self._readers: dict[str, FileReader] = {}
+        self._cached: dict[int, CachedFile] = {}
         self._sums: dict[int, bytes] = {}
 
     def where(self, file: m.DataFile | m.SideFile) -> str:
@@ -75,7 +77,17 @@ class OpenFiles:
         ]
         file = self._manifest.files[chunk.file]
         anew = partial(self._open, self._path(file), file.size, _hint(file))
-        return StoredChunk(self.data(chunk.file), anew, self.where(file), name, chunk.at, chunk.nbytes, sums, _hint(file))
+        place = self.where(file), name, chunk.at, chunk.nbytes
+        return StoredChunk(self.data(chunk.file), anew, *place, sums, _hint(file), self._kept(chunk.file))
+
+    def _kept(self, index: int) -> CachedFile | None:
+        """Its copy in the cache, if there is one."""
+        if self._cache is None:
+            return None
+        with self._lock:
+            if index not in self._cached:
+                self._cached[index] = self._cache.open(self.where(self._manifest.files[index]))
+            return self._cached[index]
 
     def sums(self, index: int) -> bytes:
         """The block sums of a data file, 16 bytes each."""
@@ -113,6 +125,9 @@ class OpenFiles:
             for reader in self._readers.values():
                 reader.close()
             self._readers.clear()
+            for cached in self._cached.values():
+                cached.close()
+            self._cached.clear()
 
     def _open(self, path: str, size: int, hint: str) -> FileReader:
         where = self._storage.locate(path)

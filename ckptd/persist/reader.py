@@ -19,6 +19,7 @@ from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.persist import manifest as m
 from ckptd.persist.again import twice
+from ckptd.persist.cache import Cache
 from ckptd.persist.encoding import EncodedChunk
 from ckptd.persist.files import OpenFiles
 from ckptd.persist.index import Chunk, Tensor
@@ -40,12 +41,12 @@ class Checkpoint:
     """An open checkpoint. Methods may be called from several threads; ``close`` when done (it drops the reader's lease)."""
 
     def __init__(
-        self, storage: Storage, directory: str, contents: m.Contents, lease: Lease | None = None
+        self, storage: Storage, directory: str, contents: m.Contents, lease: Lease | None = None, cache: Cache | None = None
     ) -> None:
         self.manifest, self.index = contents.manifest, contents.index
         self.directory = directory
         self.storage = storage
-        self.files = OpenFiles(storage, directory, self.manifest)
+        self.files = OpenFiles(storage, directory, self.manifest, cache)
         self._lease = lease
         named = zip(self.index.names.keys, self.index.owners(), strict=True)
         self._tensors = {name: at for at, name in enumerate(named)}
@@ -53,12 +54,13 @@ class Checkpoint:
         self._pool: ThreadPool | None = None
 
     @staticmethod
-    def open(storage: Storage, job: str, snapshot: SnapshotId) -> Checkpoint:
-        """Holds a lease against retention. Raises CkptdError: not there, damaged manifest (FileDamage), newer version."""
+    def open(storage: Storage, job: str, snapshot: SnapshotId, cache: Cache | None = None) -> Checkpoint:
+        """Holds a lease against retention. cache: what keeps the bytes that are read. Raises CkptdError: not there, damaged
+        manifest (FileDamage), newer version."""
         directory = step_dir(job, snapshot)
         lease = Lease.take(storage, job, snapshot)
         try:
-            return Checkpoint._at(storage, directory, lease)
+            return Checkpoint._at(storage, directory, lease, cache)
         except BaseException:
             lease.drop()
             raise
@@ -69,14 +71,14 @@ class Checkpoint:
         return Checkpoint._at(storage, directory, None)
 
     @staticmethod
-    def _at(storage: Storage, directory: str, lease: Lease | None) -> Checkpoint:
+    def _at(storage: Storage, directory: str, lease: Lease | None, cache: Cache | None = None) -> Checkpoint:
         try:
             contents = twice(NotFound, partial(read, storage, directory))
         except NotFound as error:
             hint = "`ckptd ls` shows what there is"
             raise NotFound("no such checkpoint", where=error.where, hint=hint) from error
         _check_place(directory, contents.manifest.snapshot, storage.locate(directory))
-        return Checkpoint(storage, directory, contents, lease)
+        return Checkpoint(storage, directory, contents, lease, cache)
 
     def close(self) -> None:
         with self._lock:
@@ -141,8 +143,9 @@ class Checkpoint:
         return BoxIndex(lambda key, dims: None, self.index.first, self.index.offsets, self.index.sizes)
 
     # --- bytes --------------------------------------------------------------------------------------------------
-    def read(self, key: str, box: Box, dest: memoryview, rank: int | None = None) -> None:
-        """Fill ``dest`` (the box, packed in C order) with verified bytes. Raises FileDamage, StorageError, CkptdError.
+    def read(self, key: str, box: Box, dest: memoryview, rank: int | None = None) -> int:
+        """Fill ``dest`` (the box, packed in C order) with verified bytes; so many came from the cache. Raises FileDamage,
+        StorageError, CkptdError.
 
         After an error ``dest`` holds anything. rank: whose value, for a tensor that is each rank's own.
         """
@@ -159,12 +162,14 @@ class Checkpoint:
             raise CkptdError(f"{gaps[0]} is not in this checkpoint", where=f"{key} in {self.where}")
         if self._lease is not None:
             self._lease.refresh()
+        known = 0
         for chunk in chunks:
             inner = intersect(chunk.box, box)
             if inner is not None:
                 stored = self.files.chunk(tensor.name, chunk)
                 found = EncodedChunk(stored, item, chunk.box.volume * item) if chunk.codec else stored
-                self._read_part(found, chunk.box, inner, box, target, item)
+                known += self._read_part(found, chunk.box, inner, box, target, item)
+        return known
 
     def object_bytes(self, name: str, rank: int | None = None) -> bytes:
         """A non-tensor value as it was captured; rank None: the one that is the same on all ranks that have it."""
@@ -205,30 +210,30 @@ class Checkpoint:
 
     def _read_part(
         self, stored: StoredChunk | EncodedChunk, chunk: Box, inner: Box, box: Box, target: memoryview, item: int
-    ) -> None:
+    ) -> int:
         start, stop = extent(chunk, inner, item)
         to, end = extent(box, inner, item)
         nbytes = inner.volume * item
         if stop - start == nbytes == end - to:
-            self._read_run(stored, start, target[to:end])
-            return
+            return self._read_run(stored, start, target[to:end])
         values = elements(np.frombuffer(target, np.uint8), box.sizes, item)
+        known = 0
         for part in slabs(chunk, inner, item, SEGMENT_BYTES):
             start, stop = extent(chunk, part, item)
             scratch = np.empty(stop - start, np.uint8)
-            stored.read(start, scratch.data)
+            if stored.read(start, scratch.data) == len(scratch):
+                known += part.volume * item
             values[window(box, part)] = inside(scratch, chunk, part, item)
+        return known
 
-    def _read_run(self, stored: StoredChunk | EncodedChunk, start: int, dest: memoryview) -> None:
+    def _read_run(self, stored: StoredChunk | EncodedChunk, start: int, dest: memoryview) -> int:
         """One contiguous range, by several threads when it is long. They meet at block borders: no block is read twice."""
         if len(dest) <= SEGMENT_BYTES or READER_THREADS == 1:
-            stored.read(start, dest)
-            return
+            return stored.read(start, dest)
         first = SEGMENT_BYTES - start % BLOCK_BYTES
         cuts = [0, *range(first, len(dest), SEGMENT_BYTES), len(dest)]
         reads = [partial(stored.read, start + at, dest[at:end]) for at, end in pairwise(cuts)]
-        for future in together(self._workers(), reads):
-            future.result()
+        return sum(future.result() for future in together(self._workers(), reads))
 
     def _workers(self) -> ThreadPool:
         with self._lock:

@@ -62,21 +62,22 @@ class Stored:
             return None
 
     async def read(self, pieces: Iterable[Piece], into: memoryview, *, shared: bool = False) -> int | None:
-        """The pieces one after the other into ``into``. So many bytes of them were read from storage; None: something was
-        unreadable, or damaged. shared: what another rank wants, too, is read once; ``into`` is not written again before
-        ``forget()``."""
+        """The pieces one after the other into ``into``. So many bytes of them came from storage, the others from this node; None:
+        something was unreadable, or damaged. shared: what another rank wants, too, is read once; ``into`` is not written again
+        before ``forget()``."""
         wanted, at, fills = [*pieces], 0, []
+        known: list[int] = []  # bytes that the cache had
         try:
             whose = await self.call(lambda checkpoint: [checkpoint.owner(piece.key, piece.rank) for piece in wanted])
             for piece, owner in zip(wanted, whose, strict=True):
                 dest = into[at : at + piece.nbytes]
-                read = partial(self._read, piece, dest)
+                read = partial(self._read, piece, dest, known)
                 fills.append(self._shared.fill((piece.key, owner, piece.box), dest, read) if shared else _alone(read))
                 at += piece.nbytes
             copied = await all_ended(fills)
         except (CkptdError, OSError):
             return None
-        return at - sum(piece.nbytes for piece, found in zip(wanted, copied, strict=True) if found)
+        return at - sum(known) - sum(piece.nbytes for piece, found in zip(wanted, copied, strict=True) if found)
 
     async def forget(self) -> None:
         """What was read into is going to be written."""
@@ -102,8 +103,8 @@ class Stored:
     def _open_now(self) -> None:
         self._checkpoint = self._opens()  # here, so that one is closed even when nobody waits for it any more
 
-    async def _read(self, piece: Piece, dest: memoryview) -> None:
-        await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank))
+    async def _read(self, piece: Piece, dest: memoryview, known: list[int]) -> None:
+        known.append(await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank)))
 
 
 async def _alone(read: Callable[[], Awaitable[None]]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from typing import Any
 
 import pytest
 from safetensors.numpy import load
@@ -74,6 +76,32 @@ def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bu
     moved = [row["bytes"] for row in together(again, "last_restore")]
     (one,) = {row["durable"] + row["own"] for row in moved}
     assert sum(row["durable"] for row in moved) == one > 0
+
+
+def test_what_a_restore_has_read_is_there_for_the_next(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
+    """P1, P9: a daemon that comes back without memory, beside its `cache_dir`; then one whose cache rotted."""
+    settings: dict[str, Any] = {"storage_root": bucket, "replicas": 0, "cache_dir": nodes.root / "cache"}
+    node = nodes.node(**settings)
+    world = nodes.world([node] * 2, JOB, kind="fsdp")
+    together(world, "restore")
+    together(world, "train", steps=2)
+    digests = together(world, "digest")
+    assert all("durable" in str(answer) for answer in together(world, "wait", level="durable"))
+    moved: list[Counter[str]] = []
+    for rotten in (False, False, True):
+        for gone in (*world, node):
+            gone.kill()
+        if rotten:
+            for path in (nodes.root / "cache").iterdir():
+                path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+        node = nodes.node(**settings)
+        world = nodes.world([node] * 2, JOB, kind="fsdp")
+        assert together(world, "restore") == [2] * 2 and together(world, "digest") == digests
+        moved.append(sum((Counter(row["bytes"]) for row in together(world, "last_restore")), Counter()))
+        assert node.problems() == {}
+    first, second, third = moved
+    assert second["durable"] == 0 and second["own"] == first["durable"] + first["own"]
+    assert first["durable"] >= first["own"] and third["durable"] >= third["own"], "what lies in one block is read once"
 
 
 def test_another_steps_pointer_is_not_read_for_right(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
