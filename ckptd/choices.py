@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.dtypes import FLOATS, TORCH_NAMES
@@ -89,6 +89,18 @@ class PrefixMap:
             raise CkptdError(f"begins no name: {', '.join(idle)}", where="--prefix-map", hint=hint)
 
 
+class Placed(Protocol):
+    """From the byte ``at`` of all of them on."""
+
+    @property
+    def at(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+P = TypeVar("P", bound=Placed)
+
+
 class Share(NamedTuple):
     """``number``, from 0 on, ``of`` so many processes."""
 
@@ -107,3 +119,8 @@ class Share(NamedTuple):
         """Is what lies at this byte of all of them its own?"""
         middle = at + nbytes // 2
         return min(middle * self.of // max(total, 1), self.of - 1) == self.number
+
+    def among(self, parts: Sequence[P]) -> list[P]:
+        """Its own of these, which are all."""
+        total = sum(part.nbytes for part in parts)
+        return [part for part in parts if self.has(part.at, part.nbytes, total)]

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 def export(
     source: Annotated[str, typer.Argument(help="a checkpoint, as `ckptd ls STORAGE_ROOT` names it; with --live a job")],
-    dest: Annotated[str, typer.Argument(help="what is to be made; it must not exist")],
+    dest: Annotated[str, typer.Argument(help="what is to be made; it must not exist (of ckptd: the step there)")],
     to: Annotated[
         str,
-        typer.Option("--to", help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained), deepspeed, megatron"),
+        typer.Option(
+            "--to",
+            help="torch (one .pt), dcp (torch.distributed.checkpoint), hf (from_pretrained), deepspeed, megatron; "
+            "ckptd: a copy, DEST is a storage root",
+        ),
     ],
     layout: Annotated[
         str | None, typer.Option("--layout", help="of dcp: state_dict (default), flat (optimizer by name), torchtitan")
@@ -38,6 +42,12 @@ def export(
     as_is: Annotated[bool, typer.Option("--as-is", help="hf: the names are the Hub's already")] = False,
     shard_size: Annotated[str | None, typer.Option("--shard-size", help="hf: of a file at most (5GB)")] = None,
     zero: Annotated[int | None, typer.Option("--zero", help="deepspeed: the stage that is to load it (any)")] = None,
+    quantize: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--quantize", help="ckptd: PATTERN=BITS, tensors to be written in 8, 4, 3 or 2 bits per value, LOSSY; may be repeated"
+        ),
+    ] = None,
     live: Annotated[bool, typer.Option("--live", help="SOURCE is a running job: from its memory, beside its training")] = False,
     step: Annotated[int | None, typer.Option("--step", help="live: this one, not the newest")] = None,
     socket: Annotated[str | None, typer.Option("--socket", help="live: of the daemon that is asked (CKPTD_SOCKET)")] = None,
@@ -56,7 +66,7 @@ def export(
 
     request = Request(
         source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size, zero,
-        live, step, socket, part,
+        live, step, socket, part, tuple(quantize or ()),
     )  # fmt: skip
     with bar(Path(source).name, quiet=as_json) as progress:
         report = written(request, progress, dry=dry_run)
@@ -81,4 +91,5 @@ def _print(report: Report, *, dry: bool) -> None:
         print(plain(f"{done}; when all are there, once without --part"))
         return
     again = f", of which {format_bytes(report.reused)} were there already" if report.reused else ""
-    print(plain(f"wrote {report.dest}: {what}, {report.files} files{again}"))
+    files = f", {report.files} files" if report.files else ""
+    print(plain(f"wrote {report.dest}: {what}{files}{again}"))

@@ -83,6 +83,7 @@ def _marks(row: SnapshotReport) -> str:
     return ", ".join(
         word for word, on in (
             ("DAMAGED", row.get("damaged")), ("keep", row.get("keep")), ("left behind", row.get("abandoned")),
+            ("LOSSY", row.get("lossy")),
             ("without optimizer state", row.get("without")), (f"files in {_several(row.get('of', []))}", row.get("of")),
             ("consolidated", row.get("whole")),
             (f"needed by {row.get('needed_by')} newer", row.get("needed_by")),

@@ -76,6 +76,9 @@ class RebuildHost:
             claim_epoch(storage, job, self._record)
         found = Checkpoint.open(storage, job, snapshot, self._services.cache)
         stored = found.manifest.snapshot
+        if found.manifest.lossy:
+            text = f"checkpoint of step {snapshot.step}, epoch {snapshot.epoch} is lossy: {', '.join(found.manifest.lossy)}"
+            self._services.health.event("lossy", text, job=job, serious=False)
         if snapshot.grant not in (0, stored.grant):  # 0: whoever decided could not know, and takes all of it from here
             found.close()
             raise CkptdError(f"it was captured under grant {stored.grant}, and not under {snapshot.grant}", where=str(snapshot))

@@ -10,8 +10,8 @@ from ckptd.persist.reader import Checkpoint
 class Durable:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.notes: list[str] = []
         manifest = checkpoint.manifest
+        self.notes = [f"it is lossy: {', '.join(manifest.lossy)}"] if manifest.lossy else []
         self.where, self.step, self.identity = checkpoint.where, manifest.snapshot.step, manifest.xxh3_128
         self.objects, self.aliases = {ref.name for ref in manifest.objects}, manifest.aliases
 

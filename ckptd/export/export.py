@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,13 +25,17 @@ from ckptd.export.selection import Selection
 from ckptd.export.source import Source
 from ckptd.export.staging import Staging, check
 from ckptd.persist.opening import open_at
+from ckptd.persist.storage.factory import storage_at
 from ckptd.units import parse_bytes
 
-FORMS = ("torch", "dcp", "hf", "deepspeed", "megatron")
+FORMS = ("torch", "dcp", "hf", "deepspeed", "megatron", "ckptd")
+OWN = "ckptd"  # a copy below another storage root
 BY_PLANS = ("dcp", "megatron")  # the forms of what was saved through torch.distributed.checkpoint
 LAYOUTS = ("state_dict", "flat", "torchtitan")  # of dcp
 OF_LIVE = ("step", "socket")  # options
 OF_A_FORM = {"layout": "dcp", "hf_config": "hf", "titan": "hf", "as_is": "hf", "shard_size": "hf", "zero": "deepspeed"}  # options
+OF_A_FORM |= {"quantize": OWN}
+NOT_OF_OWN = ("only", "prefix_map", "dtype", "live")  # a copy is of all of it, under its names
 Shown = Callable[[int, int], None]  # bytes that are there, bytes in all
 
 
@@ -54,6 +59,7 @@ class Request:
     step: int | None = None
     socket: str | None = None
     part: str | None = None
+    quantize: tuple[str, ...] = ()
 
 
 @dataclass
@@ -86,6 +92,8 @@ def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bo
     """dry: nothing is written. Raises CkptdError."""
     _check(request)
     share = Share.parse(request.part) if request.part is not None else None
+    if request.to == OWN:
+        return _copy(request, share, shown, dry=dry)
     selection = Selection.of(request.only, request.prefix_map, request.dtype)
     dest = Path(local_root(request.dest)).absolute()
     check(dest)
@@ -98,6 +106,21 @@ def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bo
             progress = _counted(form.nbytes // (share.of if share is not None else 1), shown)
             goes_on = source.identity is not None
             _write(form, Staging(dest, _plan(source, request), form.nbytes, progress, goes_on=goes_on, share=share), report)
+    return report
+
+
+def _copy(request: Request, share: Share | None, shown: Shown, *, dry: bool) -> Report:
+    from ckptd.export.copy import Copy
+    from ckptd.persist.quantized import Quantizer
+
+    with open_at(request.source) as checkpoint:
+        copy = Copy(checkpoint, Quantizer.parse(request.quantize))
+        source = Durable(checkpoint)
+        report = Report(source.where, request.dest, OWN, copy.tensors, copy.nbytes, part=request.part, notes=source.notes)
+        if not dry:
+            done = copy.write(storage_at(request.dest, create=True), share, shown, threading.Event())
+            report.dest, report.written, report.reused = done.path, done.written, done.reused
+            report.notes += done.notes
     return report
 
 
@@ -134,6 +157,9 @@ def _check(request: Request) -> None:
         if getattr(request, option) and form != request.to:
             name = option.replace("_", "-")
             raise CkptdError(f"--to {request.to} has no --{name}", where=f"--{name}", hint=f"it is for --to {form}")
+    for option in NOT_OF_OWN if request.to == OWN else ():
+        if getattr(request, option):
+            raise CkptdError(f"--to {OWN} has no --{option.replace('_', '-')}", hint="it copies a checkpoint as it is")
     for option in OF_LIVE:
         if getattr(request, option) is not None and not request.live:
             raise CkptdError(f"a checkpoint has no --{option}", where=f"--{option}", hint="it is for --live JOB")

@@ -1,16 +1,10 @@
-"""A checkpoint of another program becomes a job's first epoch, by the writer and the commit that daemons use.
-
-It is written in parts, each with its writer's report beside it in the attempt, which is named after what is imported: whoever
-imports the same again, after a kill or in another process, goes on from the parts that are there. Of two who write one part the
-first report counts, so that all who commit the attempt commit the same files.
-"""
+"""A checkpoint of another program becomes a job's first epoch, by the writer and the commit that daemons use. Its attempt is named
+after what is imported, so that the same import goes on where it was killed (persist/parts.py)."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,24 +18,20 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.catalogue import META
 from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
-from ckptd.imports.reports import Reports
 from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_all
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch, newest_record
-from ckptd.persist.names import PART, attempt_dir, check_job, epoch_dir, epoch_of_dir
-from ckptd.persist.packing import FILE_BYTES_MAX, cut
+from ckptd.persist.names import PART, check_job, epoch_dir, epoch_of_dir
+from ckptd.persist.parts import PART_BYTES, Attempt, Progress, parts_of
 from ckptd.persist.pieces import ObjectBlob, OutChunk
 from ckptd.persist.report import REPORT_VERSION
 from ckptd.persist.storage.base import NotFound, Storage
-from ckptd.persist.writer import Cancelled, check_room, write_chunks
 
 if TYPE_CHECKING:
     from ckptd.imports.optimizers import Named
 
 NODE = "import"  # stands for the node that the only rank lived on
-PART_BYTES = FILE_BYTES_MAX  # what a kill may cost
 TAKEN = "a job is imported before its first start: name another --job, or `ckptd forget JOB --storage` first"
-Progress = Callable[[int, int], None]
 
 
 class Imported(NamedTuple):
@@ -50,18 +40,6 @@ class Imported(NamedTuple):
     snapshot: SnapshotId
     written: int
     reused: int
-
-
-class Part(NamedTuple):
-    """Of all tensors: from the byte ``at`` on, in files of its own."""
-
-    name: str
-    chunks: list[OutChunk]
-    at: int
-    nbytes: int
-
-    def made(self) -> tuple[list[OutChunk], list[ObjectBlob]]:
-        return self.chunks, []
 
 
 def write(
@@ -77,43 +55,25 @@ def write(
 ) -> Imported:
     """share: this process's parts alone, and nothing is committed. What an earlier try wrote is read back. Raises CkptdError: the
     job has been started, or anything that storage has against it; the parts that are there stay for the next try."""
-    objects, parts = _encoded(named, step), _parts(named)
-    total = sum(part.nbytes for part in parts)
+    objects, parts = _encoded(named, step), parts_of(_chunks(named), NODE)
     plan = _plan(job, step, named, objects, compress)
     attempt = f"{NODE}-{plan[:16]}"
     snapshot = SnapshotId(_epoch(storage, job, attempt), step)
     record = EpochRecord(snapshot.epoch, plan, (NODE,), (), before=(-1, ()))
-    place = storage, job, snapshot, attempt
-    reports = Reports(storage, attempt_dir(job, snapshot, attempt))
-    mine = [part for part in parts if share is None or share.has(part.at, part.nbytes, total)]
-    wanted = sum(part.nbytes for part in mine)
+    made = Attempt(storage, job, snapshot, attempt, NODE, cancelled)
     try:
-        there = 0
-        for part in mine:
-            if cancelled.is_set():
-                raise Cancelled("the import was cancelled", where=job, hint="the same again goes on")
-            if reports.find(part.name):
-                there += part.nbytes
-                progress(there, wanted)
-        check_room(storage, wanted - there, reports.directory)
-        written = 0
-        for part in mine:
-            if part.name not in reports.found:
-                told = _further(progress, there + written, wanted)
-                reports.add(part.name, write_chunks(*place, part.name, part.made, [], cancelled, told, compress=compress))
-                written += part.nbytes
+        made.write(parts if share is None else share.among(parts), progress, compress=compress)
         if share is None:
-            if not reports.find(NODE):
-                reports.add(NODE, write_chunks(*place, NODE, lambda: ([], objects), [0], cancelled))
+            whole = made.whole(parts, objects)
             _claim(storage, job, record)
-            whole = [reports.found[name] for name in (*(part.name for part in parts), NODE)]
-            commit(*place, record, whole, {0: _layout(named, objects)}, frozenset(), keep=False)
+            commit(storage, job, snapshot, attempt, record, whole, {0: _layout(named, objects)}, frozenset(), keep=False)
+            made.committed()
             _discard_others(storage, job)
     except NotFound as error:
         if list_all(storage, job):
             raise CkptdError("another process has imported the same meanwhile", where=job) from error
         raise
-    return Imported(snapshot, written, wanted - written)
+    return Imported(snapshot, made.written, made.reused)
 
 
 def own_job(name: str) -> str:
@@ -121,27 +81,11 @@ def own_job(name: str) -> str:
     return check_job(name if "/" in name else f"{os.getuid()}/{name}")
 
 
-# --- parts ----------------------------------------------------------------------------------------------------------
-def _parts(named: Named) -> list[Part]:
-    chunks = [
+def _chunks(named: Named) -> list[OutChunk]:
+    return [
         OutChunk(key, None, stored.dtype, stored.shape, role, Box.whole(stored.shape), stored.places)
         for key, (stored, role) in named.tensors.items()
     ]
-    groups: list[list[OutChunk]] = [[]]
-    nbytes = 0
-    for chunk in cut(chunks, PART_BYTES):
-        if groups[-1] and nbytes + chunk.nbytes > PART_BYTES:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(chunk)
-        nbytes += chunk.nbytes
-    sizes = [sum(chunk.nbytes for chunk in group) for group in groups]
-    places = accumulate(sizes, initial=0)
-    return [Part(f"{NODE}-{number:05d}", *found) for number, found in enumerate(zip(groups, places, sizes, strict=False))]
-
-
-def _further(progress: Progress, before: int, total: int) -> Progress:
-    return lambda done, _: progress(before + done, total)
 
 
 # --- which import this is -------------------------------------------------------------------------------------------

@@ -174,6 +174,7 @@ class SnapshotReport(TypedDict, total=False):
     of: list[str]  # older checkpoints that hold files of it, which stay for it: "step 10", of an earlier epoch "step 10 of epoch 1"
     needed_by: int  # so many newer checkpoints have files in it, and it stays for them
     whole: bool  # its parameters lie beside it as whole tensors, in consolidated/
+    lossy: bool  # `ckptd export --quantize` made it: values are not those of the snapshot; the manifest names the tensors
     damaged: bool  # a read-back of what storage holds found that: a restore that meets it goes further back
     without: bool  # optimizer state of some parameters is left out on purpose; the manifest names them
     per_rank: list[str]  # names that differed between ranks: the same world only

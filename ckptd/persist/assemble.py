@@ -75,6 +75,30 @@ def assemble(
         raise CkptdError(f"this cannot be written as one checkpoint: {error}", where=f"{job} {snapshot}") from error
 
 
+def copied(source: m.Contents, reports: Sequence[Report], attempt: str, lossy: Collection[str]) -> m.Contents:
+    """Of a checkpoint that was written anew somewhere else: what its reports amount to. Raises CkptdError as ``assemble``."""
+    manifest, index = source.manifest, source.index
+    files: list[m.DataFile] = []
+    sides: list[m.SideFile] = []
+    rows: dict[_Key, list[Chunk]] = {}
+    facts: dict[_Key, list[Fragment]] = {}
+    for at, tensor in enumerate(index.tensors()):
+        known = tensor.dtype, tensor.shape
+        boxes = [chunk.box for chunk in index.chunks_at(at)]
+        facts[tensor.key, tensor.rank] = [Fragment(tensor.key, *known, box, 0, 0, tensor.role) for box in boxes]
+    for report in reports:
+        _add_files(report, files, sides, facts, rows)
+    proven = [(_tensor(key, known[0]), _proven(key, known, rows.get(key, []))) for key, known in facts.items()]
+    objects = _refs(reports, manifest.world, manifest.per_rank)
+    said = {(ref.name, ref.sum) for ref in manifest.objects}
+    if {(ref.name, ref.sum) for ref in objects} != said:
+        raise CkptdError("the objects that were written are not those of the source", where=f"{manifest.job} {manifest.snapshot}")
+    lossy = sorted({*manifest.lossy, *lossy})
+    here = {"attempt": attempt, "objects": objects, "files": files, "sides": sides}
+    made = msgspec.structs.replace(manifest, version=m.VERSION, lossy=lossy, **here)
+    return m.Contents(made, Index.of(proven))
+
+
 def _order(item: tuple[_Key, list[Fragment]]) -> tuple[str, int]:
     (key, rank), _ = item
     return key, -1 if rank is None else rank
@@ -181,6 +205,10 @@ def _objects(
     missing -= {rank for report in reports for rank in report.ranks}
     if missing:
         raise CkptdError(f"the objects of ranks {sorted(missing)} were not written")
+    return _refs(reports, len(layouts), per_rank)
+
+
+def _refs(reports: Sequence[Report], world: int, per_rank: Collection[str]) -> list[m.ObjectRef]:
     values: dict[str, dict[bytes, tuple[int, WrittenObject, set[int]]]] = {}
     side = 0
     for report in reports:
@@ -194,7 +222,7 @@ def _objects(
         if len(distinct) > 1 and f"o:{name}" not in per_rank:
             raise CkptdError(f"object {name} differs between ranks, although they agreed on it")
         for at, row, ranks in distinct.values():
-            everyone = len(ranks) == len(layouts)
+            everyone = len(ranks) == world
             refs.append(
                 m.ObjectRef(name, None if everyone else sorted(ranks), at, row.at, row.nbytes, row.sum.hex())
             )

@@ -17,7 +17,7 @@ from ckptd.persist import report as r
 from ckptd.persist.assemble import assemble
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import encode, read
-from ckptd.persist.names import DATA, ENCODED, GRANT, KEEP, OF, SIDE, WITHOUT, attempt_dir, step_dir
+from ckptd.persist.names import DATA, ENCODED, GRANT, KEEP, LOSSY, OF, SIDE, WITHOUT, attempt_dir, step_dir
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.side import check_side
 from ckptd.persist.storage.base import FileReader, NotFound, Storage, StorageError
@@ -98,7 +98,7 @@ def _publish(storage: Storage, directory: str, pointer: str, contents: Contents)
     names = [file.path for file in manifest.files if file.of is None]
     names += [side.path for side in manifest.sides if side.of is None]
     grant = manifest.snapshot.grant
-    marks = (KEEP, manifest.keep), (WITHOUT, manifest.without), (f"{GRANT}{grant}", grant)
+    marks = (KEEP, manifest.keep), (WITHOUT, manifest.without), (LOSSY, manifest.lossy), (f"{GRANT}{grant}", grant)
     beside = {name: b"" for name, wanted in marks if wanted}
     others = {file.of for file in manifest.files} | {side.of for side in manifest.sides}
     beside |= {f"{OF}{of.epoch}-{of.step}": b"" for of in others if of is not None}

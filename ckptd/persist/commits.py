@@ -14,6 +14,7 @@ from ckptd.persist.lineage import forgotten_epoch, newest_record
 from ckptd.persist.names import (
     DAMAGED,
     KEEP,
+    LOSSY,
     VERIFIED,
     WHOLE,
     WITHOUT,
@@ -48,14 +49,15 @@ def list_stored(storage: Storage, wanted: Callable[[str], bool]) -> tuple[list[A
         except (CkptdError, OSError) as error:
             errors.append(f"{job}: {error}")
         try:
-            commits = list_commits(storage, job)
-            needed = needed_by(commits)
+            found = _all(storage, job)
+            commits = [info for info, _ in found if not info.hidden]
+            needed, lossy = needed_by(commits), {info.snapshot for info, pointer in found if LOSSY in pointer.marks}
             rows += [
                 {
                     "job": job, "epoch": info.snapshot.epoch, "step": info.snapshot.step, "durable": True, "keep": info.keep,
                     "abandoned": record is not None and record.abandons(info.snapshot), "where": ["storage"],
                     "without": info.without, "damaged": info.damaged, "of": shown_of(info), "needed_by": needed[info.snapshot],
-                    "whole": info.whole,
+                    "whole": info.whole, "lossy": info.snapshot in lossy,
                 }
                 for info in reversed(commits)
             ]  # fmt: skip
@@ -82,6 +84,10 @@ def list_commits(storage: Storage, job: str) -> list[CommitInfo]:
 
 def list_all(storage: Storage, job: str) -> list[CommitInfo]:
     """The hidden ones, too; not what is left of a job that was forgotten."""
+    return [info for info, _ in _all(storage, job)]
+
+
+def _all(storage: Storage, job: str) -> list[tuple[CommitInfo, Pointer]]:
     forgotten = forgotten_epoch(storage, job)
     found = [
         (snapshot, pointer)
@@ -89,7 +95,7 @@ def list_all(storage: Storage, job: str) -> list[CommitInfo]:
         if pointer.sight is not Sight.DROPPED and snapshot.epoch > forgotten
     ]
     here = {snapshot for snapshot, _ in found}
-    return [_info(snapshot, pointer, here) for snapshot, pointer in found]
+    return [(_info(snapshot, pointer, here), pointer) for snapshot, pointer in found]
 
 
 def _info(snapshot: SnapshotId, pointer: Pointer, here: Collection[SnapshotId]) -> CommitInfo:

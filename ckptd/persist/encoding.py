@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptd.core.errors import CkptdError
-from ckptd.persist.index import RAW, SHUFFLED_ZSTD
+from ckptd.core.state_map.box import Box
+from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.persist import quantized
+from ckptd.persist.index import QUANTIZED, RAW, SHUFFLED_ZSTD
+from ckptd.persist.quantized import Quantizer
 from ckptd.persist.ranges import StoredChunk
 from ckptd.persist.stream import fill_range
 from ckptd.persist.sums import FileDamage, RunningSums
@@ -78,12 +82,19 @@ def pays(chunk: OutChunk) -> bool:
     return found <= PAYS_RATIO * len(turned) * size * item
 
 
-def write_encoded(chunk: OutChunk, out: FileWriter, tick: Callable[[int], None]) -> tuple[bytes, int, int]:
+def write_encoded(
+    chunk: OutChunk, out: FileWriter, tick: Callable[[int], None], quantizer: Quantizer | None = None
+) -> tuple[bytes, int, int]:
     """Append it; the sums of its blocks as they lie there, their bytes, the codec. Raises as ``write_chunk``."""
     values = _values(chunk, 0, chunk.box.volume)
-    frame, codec = memoryview(encode(values, chunk.itemsize)), SHUFFLED_ZSTD
-    if len(frame) > PAYS_RATIO * len(values):
-        frame, codec = values, RAW
+    frame, codec = values, RAW
+    if quantizer is not None:
+        found = quantizer.encode(chunk.key, values, chunk.dtype, width_of(chunk.box))
+        frame, codec = (values, RAW) if found is None else (memoryview(found), QUANTIZED)
+    else:
+        shuffled = encode(values, chunk.itemsize)
+        if len(shuffled) <= PAYS_RATIO * len(values):
+            frame, codec = memoryview(shuffled), SHUFFLED_ZSTD
     sums = RunningSums()
     sums.update(frame)
     out.write(frame)
@@ -100,9 +111,8 @@ def _values(chunk: OutChunk, start: int, stop: int) -> memoryview:
 class EncodedChunk:
     """As StoredChunk, of its values. They are decoded once, for all that is read of them through this."""
 
-    def __init__(self, stored: StoredChunk, item: int, nbytes: int) -> None:
-        """nbytes: of its values."""
-        self._stored, self._item, self._nbytes = stored, item, nbytes
+    def __init__(self, stored: StoredChunk, codec: int, dtype: str, box: Box) -> None:
+        self._stored, self._codec, self._dtype, self._box = stored, codec, dtype, box
 
     def read(self, start: int, dest: memoryview) -> int:
         """As StoredChunk's. Raises FileDamage, StorageError; CkptdError: the library is not there."""
@@ -113,10 +123,19 @@ class EncodedChunk:
     @cached_property
     def _values(self) -> tuple[memoryview, bool]:
         """And whether they came from the cache."""
-        available()
         frame = memoryview(bytearray(self._stored.nbytes))
         known = self._stored.read(0, frame) == len(frame)
+        item = ITEMSIZE[self._dtype]
+        nbytes = self._box.volume * item
         try:
-            return decode(frame, self._item, self._nbytes), known
+            if self._codec == QUANTIZED:
+                return quantized.decode(frame, self._dtype, width_of(self._box), nbytes), known
+            available()
+            return decode(frame, item, nbytes), known
         except ValueError as error:
             raise FileDamage(f"{self._stored.name} cannot be decoded: {error}", where=self._stored.where) from error
+
+
+def width_of(box: Box) -> int:
+    """Values of a row: the last dimension."""
+    return box.sizes[-1] if box.sizes else 1

@@ -57,6 +57,15 @@ def claim_epoch(storage: Storage, job: str, record: EpochRecord) -> tuple[bool, 
     return ok and highest == record.number, highest
 
 
+def copy_claim(storage: Storage, job: str, record: EpochRecord) -> bool:
+    """For a storage that checkpoints are copied to, of whatever epochs. False: another run of the job has that number there."""
+    directory, path = epochs_dir(job), record_path(job, record.number)
+    storage.begin(directory)
+    ok = storage.put_if_absent(path, _encode(record)) or _read(storage, path).nonce == record.nonce
+    storage.secure(directory)
+    return ok
+
+
 def _claimed(storage: Storage, path: str, nonce: str) -> bool:
     """Is it ours already? Its way is synced once more: whoever claimed may have died before."""
     try:

@@ -72,6 +72,7 @@ class Manifest(msgspec.Struct, frozen=True):
     without: list[str] = []  # patterns of parameters whose optimizer state is meant to be absent
     names: Names | None = None  # of the tensors; None: version 1, which has tensors and chunks in the file itself
     index: IndexFile | None = None
+    lossy: list[str] = []  # PATTERN=BITS: tensors whose values are not those of the snapshot, but as near as so many bits come
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from ckptd.core.ids import SnapshotId
 MANIFEST = "manifest.json"
 INDEX = "index.columns"  # the chunks that the manifest names; never *.safetensors, of which stock readers load all
 WITHOUT = "without"  # marker file: optimizer state is left out on purpose; the manifest names the parameters
+LOSSY = "lossy"  # marker file: values are as near as some bits come; the manifest names the tensors
 KEEP = "keep"  # marker file: retention leaves this checkpoint alone; may be put there by hand
 GRANT = "grant-"  # and a number, marker file: under which grant its step was captured
 OF = "of-"  # and an epoch and a step, marker file: files of this checkpoint lie in that one's directory

@@ -167,7 +167,7 @@ class Checkpoint:
             inner = intersect(chunk.box, box)
             if inner is not None:
                 stored = self.files.chunk(tensor.name, chunk)
-                found = EncodedChunk(stored, item, chunk.box.volume * item) if chunk.codec else stored
+                found = EncodedChunk(stored, chunk.codec, tensor.dtype, chunk.box) if chunk.codec else stored
                 known += self._read_part(found, chunk.box, inner, box, target, item)
         return known
 

@@ -18,6 +18,7 @@ from ckptd.persist.index import ENCODED_BYTES_MAX, RAW
 from ckptd.persist.names import DATA, ENCODED, SIDE, attempt_dir, file_stem
 from ckptd.persist.packing import FILE_BYTES_MAX, Package, cut, header, pack, pack_encoded
 from ckptd.persist.pieces import HeldPiece, ObjectBlob, OutChunk, chunks_of, objects_of
+from ckptd.persist.quantized import Quantizer
 from ckptd.persist.report import (
     REPORT_VERSION,
     KeptFile,
@@ -110,10 +111,12 @@ def write_chunks(
     pace: Pace | None = None,
     dedup: bool = False,
     compress: bool = False,
+    quantizer: Quantizer | None = None,
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
 ) -> bytes:
-    """As ``write_pieces``, of what ``made`` finds: also what lies in no slot. ranks: whose objects these are."""
+    """As ``write_pieces``, of what ``made`` finds: also what lies in no slot. ranks: whose objects these are. quantizer: what it
+    names is not written as it is."""
     run = _Run(storage, attempt_dir(job, snapshot, attempt), node, cancelled, progress, pace)
     run.origin = {"version": REPORT_VERSION, "job": job, "epoch": snapshot.epoch, "step": snapshot.step}
     try:
@@ -123,7 +126,7 @@ def write_chunks(
             chunks, kept = unchanged(storage, job, snapshot, cut(chunks, bytes_max), run.check)
         run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
         run.begin()
-        run.ranks = ranks
+        run.ranks, run.quantizer = ranks, quantizer
         report = run.write(run.packages(chunks, compress, bytes_max, threads), blobs, kept, threads)
     except BaseException:
         run.clean()
@@ -157,6 +160,7 @@ class _Run:
         self.origin: dict[str, object] = {}
         self.total = 0
         self.ranks: list[int] = []
+        self.quantizer: Quantizer | None = None
         self._stem = f"{file_stem(node)}-{secrets.token_hex(4)}"  # a repeated order of the same attempt meets no old name
         self._lock = threading.Lock()
         self._names = 0
@@ -184,9 +188,13 @@ class _Run:
             available()
         for chunk in chunks:
             self.check()
-            (encoded if compress and pays(chunk) else plain).append(chunk)
+            (encoded if self._quantizer_of(chunk) or (compress and pays(chunk)) else plain).append(chunk)
         found = pack(plain, bytes_max=bytes_max, writers=threads)
         return found + pack_encoded(encoded, ENCODED_BYTES_MAX, bytes_max=bytes_max, writers=threads)
+
+    def _quantizer_of(self, chunk: OutChunk) -> Quantizer | None:
+        wanted = self.quantizer is not None and self.quantizer.bits(chunk.key, chunk.dtype) is not None
+        return self.quantizer if wanted else None
 
     def clean(self) -> None:
         """Best effort: the storage may be what failed. Old attempts are swept later."""
@@ -240,7 +248,7 @@ class _Run:
             for chunk in package.chunks:
                 at, nbytes, codec = out.position, chunk.nbytes, RAW
                 if package.encoded:
-                    its, nbytes, codec = write_encoded(chunk, out, self._tick)
+                    its, nbytes, codec = write_encoded(chunk, out, self._tick, self._quantizer_of(chunk))
                 else:
                     its = write_chunk(chunk, out, self._tick)
                 rows.append(chunk.row(at, block, nbytes, codec))

@@ -1,5 +1,4 @@
 """Reads tensors of a ckptd checkpoint (docs/FORMAT.md, version 2) with numpy and json; checks places, no sums (`ckptd verify`).
-
     python read_checkpoint.py ROOT/UID/NAME/epoch-NNNNNN/step-NNNNNNNNNN [KEY [RANK]]
 """
 
@@ -21,11 +20,10 @@ class Checkpoint:
         self.manifest = json.loads((self.directory / "manifest.json").read_bytes())
         if (self.manifest["format"], self.manifest["version"]) != ("ckptd-checkpoint", 2):
             raise ValueError(f"{directory}: not a ckptd checkpoint of version 2")
-        index = self.manifest["index"]
-        data = (self.directory / index["path"]).read_bytes()
-        self.columns = {name: np.frombuffer(data, kind, rows, at) for name, kind, at, rows in index["columns"]}
+        data = (self.directory / self.manifest["index"]["path"]).read_bytes()
+        self.columns = {name: np.frombuffer(data, kind, rows, at) for name, kind, at, rows in self.manifest["index"]["columns"]}
         self.codec = self.columns.get("codec", np.zeros(len(self.columns["tensor"]), "u1"))
-        if self.codec.max(initial=0) > 1:
+        if self.codec.max(initial=0) > 2:
             raise ValueError(f"{directory}: chunks of a newer ckptd")
         dims, tensor = self.columns["dims"], self.columns["tensor"]
         self.first = np.searchsorted(tensor, np.arange(len(dims) + 1))  # of each tensor's chunks, and the end
@@ -37,13 +35,11 @@ class Checkpoint:
     def find(self, key, rank=None):
         """The number of a tensor; of one that each rank has for itself, name the rank."""
         key = self.manifest["aliases"].get(key, key)
-        found = self.tensors.get((key, None), self.tensors.get((key, rank)))
-        if found is None:
+        if not {(key, None), (key, rank)} & self.tensors.keys():
             raise KeyError(f"no tensor {key}" + ("" if rank is None else f" of rank {rank}"))
-        return found
+        return self.tensors.get((key, None), self.tensors.get((key, rank)))
 
-    def facts(self, at):
-        """(dtype, shape)"""
+    def facts(self, at):  # (dtype, shape)
         shape = self.columns["shape"][self.shape_at[at] : self.shape_at[at + 1]]
         return self.manifest["names"]["dtypes"][self.columns["dtype"][at]], tuple(map(int, shape))
 
@@ -57,8 +53,7 @@ class Checkpoint:
             place = slice(self.box_at[row], self.box_at[row + 1])
             its_offsets, its_sizes = self.columns["offsets"][place].tolist(), self.columns["sizes"][place].tolist()
             begin = [max(pair) for pair in zip(offsets, its_offsets, strict=True)]
-            ends = zip(offsets, sizes, its_offsets, its_sizes, strict=True)
-            stop = [min(a + n, b + m) for a, n, b, m in ends]
+            stop = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, its_offsets, its_sizes, strict=True)]
             if any(low >= high for low, high in zip(begin, stop, strict=True)):
                 continue
             chunk = self.chunk(row, TYPES[dtype], its_sizes)
@@ -80,17 +75,26 @@ class Checkpoint:
         at, nbytes = int(self.columns["at"][row]), int(self.columns["nbytes"][row])
         if not self.codec[row]:
             return np.memmap(path, kind, "r", at, tuple(sizes))
+        if self.codec[row] == 2:
+            return dequantised(np.fromfile(path, "u1", nbytes, offset=at), kind, sizes)
         import zstandard  # `pip install zstandard`: this one was compressed
-
         shuffled = zstandard.ZstdDecompressor().decompress(np.memmap(path, "u1", "r", at, nbytes))
         rows = np.frombuffer(shuffled, "u1").reshape(np.dtype(kind).itemsize, -1)
         return np.ascontiguousarray(rows.T).view(kind).reshape(sizes)
 
 
+def dequantised(data, kind, sizes):
+    """Rows of a smallest value, a step, and numbers of a few bits: float32, or the numbers of BF16."""
+    rows, bits = int(np.prod(sizes[:-1])), int(data[0])
+    low, step = data[4 : 4 + 8 * rows].view("<f4").reshape(2, rows, 1)
+    spread = np.unpackbits(data[4 + 8 * rows :].reshape(rows, -1), 1, sizes[-1] * bits, "little").reshape(rows, -1, bits)
+    raw = (low + step * np.packbits(spread, 2, "little")[..., 0].astype("<f4")).reshape(sizes).view("<u4")
+    return (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16 if kind == TYPES["BF16"] else raw.view("<f4")
+
+
 if __name__ == "__main__":
     checkpoint = Checkpoint(sys.argv[1])
-    if len(sys.argv) > 2:
-        print(checkpoint.read(sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None))
-    else:
-        for (name, owner), number in checkpoint.tensors.items():
-            print(name, *checkpoint.facts(number), "" if owner is None else f"rank {owner}")
+    if sys.argv[2:]:
+        sys.exit(print(checkpoint.read(sys.argv[2], *map(int, sys.argv[3:]))))
+    for (name, owner), number in checkpoint.tensors.items():
+        print(name, *checkpoint.facts(number), "" if owner is None else f"rank {owner}")

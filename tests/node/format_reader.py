@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def tensors_of(directory: Path) -> dict[tuple[str, int | None], np.ndarray]:
         done += dims
         data = chunk_of(directory, manifest, *(columns[name][row] for name in ("file", "at", "nbytes", "block")))
         if "codec" in columns and columns["codec"][row]:
-            data = decoded(data, item)
+            dtype = names["dtypes"][columns["dtype"][index]]
+            data = dequantised(data, sizes, dtype) if columns["codec"][row] == 2 else decoded(data, item)
         place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
         wholes[index][place] = np.frombuffer(data, np.uint8).reshape(*sizes, item)
     owners = [rank - 1 if rank else None for rank in columns["rank"]]
@@ -85,6 +87,27 @@ def decoded(frame: bytes, item: int) -> bytes:
 
     found = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
     return found.reshape(item, -1).T.tobytes()
+
+
+def dequantised(frame: bytes, sizes: list[int], dtype: str) -> bytes:
+    """Section 2, "Quantised chunks": number by number."""
+    width, bits, at = sizes[-1] if sizes else 1, frame[0], 4
+    rows = math.prod(sizes) // width
+    values = np.empty((rows, width), np.float32)
+    each = -(-width * bits // 8)
+    assert len(frame) == 4 + rows * (8 + each)
+    for row in range(rows):
+        (low,) = np.frombuffer(frame, "<f4", 1, at + 4 * row)
+        (step,) = np.frombuffer(frame, "<f4", 1, at + 4 * (rows + row))
+        packed = int.from_bytes(frame[at + 8 * rows + each * row :][:each], "little")
+        for column in range(width):
+            values[row, column] = low + step * np.float32(packed >> (bits * column) & ((1 << bits) - 1))
+    if dtype == "F16":
+        return values.astype("<f2").tobytes()
+    if dtype == "F32":
+        return values.tobytes()
+    upper, lower = np.divmod(values.view("<u4"), 1 << 16)  # BF16
+    return (upper + ((lower > 1 << 15) | ((lower == 1 << 15) & (upper % 2 == 1)))).astype("<u2").tobytes()
 
 
 def side_of(directory: Path, manifest: dict[str, Any], index: int) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.imports import write
+from ckptd.persist import parts
 from ckptd.persist.opening import verify
 from ckptd.persist.storage.base import StorageError
 from ckptd.persist.storage.factory import storage_at
@@ -29,7 +29,7 @@ ROWS = 40_000  # of 4 bytes: a tensor is less than a part, two are more
 # The command line with small parts; it dies before the report of part DIES_AT is written (from 0 on; -1: it does not).
 SCRIPT = """
 import os, signal, sys
-from ckptd.imports import write
+from ckptd.persist import parts as write
 write.PART_BYTES = int(os.environ["PART_BYTES"])
 written, real = [], write.write_chunks
 def counted(*args, **more):
@@ -46,7 +46,7 @@ main()
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(parts, "PART_BYTES", PART_BYTES)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def killed(process: subprocess.Popen[str]) -> None:
 
 def check(root: Path, report: dict[str, Any]) -> None:
     """All of it is there, once, and nothing else."""
-    assert verify(report["path"]).ok and report["written"] + report["reused"] == report["bytes"]
+    assert verify(report["path"]).problems == [] and report["written"] + report["reused"] == report["bytes"]
     assert [path.name for path in Path(report["path"]).parent.iterdir()] == [Path(report["path"]).name]
     found = {key: torch.full_like(value, 7) for key, value in state().items()}
     restored(root, model=found)
@@ -94,7 +94,7 @@ def check(root: Path, report: dict[str, Any]) -> None:
 
 def given_up(monkeypatch: pytest.MonkeyPatch, cli: Cli, source: Path, root: Path | str, *more: object) -> None:
     """Storage refuses behind the third part."""
-    real, written = write.write_chunks, list[bytes]()
+    real, written = parts.write_chunks, list[bytes]()
 
     def refuses(*args: Any, **named: Any) -> bytes:
         if len(written) == 3:
@@ -102,10 +102,10 @@ def given_up(monkeypatch: pytest.MonkeyPatch, cli: Cli, source: Path, root: Path
         written.append(real(*args, **named))
         return written[-1]
 
-    monkeypatch.setattr(write, "write_chunks", refuses)
+    monkeypatch.setattr(parts, "write_chunks", refuses)
     ran = cli("import", source, "--from", "torch", "--job", JOB, "--step", STEP, "--storage-root", root, *more)
     assert ran.code == 1 and "the disk is full" in ran.err
-    monkeypatch.setattr(write, "write_chunks", real)
+    monkeypatch.setattr(parts, "write_chunks", real)
 
 
 @pytest.mark.parametrize("dies_at", [0, 3])
@@ -210,16 +210,16 @@ def test_of_two_reports_of_a_part_the_first_counts_for_both(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process writes the same between this one's files and its reports; then both commit."""
-    real, turns = write.write_chunks, [True]
+    real, turns = parts.write_chunks, [True]
 
     def overtaken(*args: Any, **named: Any) -> bytes:
         report = real(*args, **named)
         if turns and turns.pop():
             given_up(monkeypatch, cli, source, tmp_path / "root")
-            monkeypatch.setattr(write, "write_chunks", overtaken)
+            monkeypatch.setattr(parts, "write_chunks", overtaken)
         return report
 
-    monkeypatch.setattr(write, "write_chunks", overtaken)
+    monkeypatch.setattr(parts, "write_chunks", overtaken)
     check(tmp_path / "root", run_import(cli, source, "torch", tmp_path / "root"))
 
 

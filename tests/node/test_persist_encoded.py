@@ -20,7 +20,7 @@ from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem
 from ckptd.persist import encoding
 from ckptd.persist import writer as writer_module
-from ckptd.persist.index import ENCODED_BYTES_MAX, Chunk, Index, Tensor
+from ckptd.persist.index import CODEC_MAX, ENCODED_BYTES_MAX, Chunk, Index, Tensor
 from ckptd.persist.names import step_dir
 from ckptd.persist.opening import verify
 from ckptd.persist.reader import Checkpoint
@@ -177,7 +177,7 @@ def test_a_manifest_that_lies(storage: PosixStorage, chunk: Chunk, why: str) -> 
 def test_a_codec_of_a_newer_ckptd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = PosixStorage(str(tmp_path / "root"))
     real = writer_module.write_encoded
-    monkeypatch.setattr(writer_module, "write_encoded", lambda *args: (*real(*args)[:2], 2))
+    monkeypatch.setattr(writer_module, "write_encoded", lambda *args: (*real(*args)[:2], CODEC_MAX + 1))
     save(made, a_world(), SNAPSHOT, compress=True)
     with pytest.raises(CkptdError, match="cannot decode"):
         Checkpoint.open(made, JOB, SNAPSHOT)

@@ -1,4 +1,4 @@
-"""The reports of an import's parts, beside the files that they are of."""
+"""The reports of parts that one checkpoint is written in."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Reports:
 
     def __init__(self, storage: Storage, directory: str) -> None:
         self._storage, self.directory = storage, directory
+        self._place = directory
         self.found: dict[str, bytes] = {}
         self._numbers: dict[str, int] = {}  # part -> of its next report
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -30,9 +31,9 @@ class Reports:
         """Reads back all that the part has. Raises StorageError."""
         if part in self.found:
             return True
-        numbered = [(*_numbered(entry.name), entry.name) for entry in self._storage.list(self.directory)]
+        numbered = [(*_numbered(entry.name), entry.name) for entry in self._storage.list(self._place)]
         for _, number, name in sorted(row for row in numbered if row[0] == part):
-            said = self._said(f"{self.directory}/{name}")
+            said = self._said(f"{self._place}/{name}")
             if said is not None:
                 self.found[part] = said
                 break
@@ -41,10 +42,15 @@ class Reports:
 
     def add(self, part: str, report: bytes) -> None:
         """Its files are durable. Another process may have been faster: then its report stands for this one, too."""
+        self._storage.begin(self._place)
         while not self.find(part):
             name = f"{part}-{self._numbers.get(part, 0):04d}{REPORT}"
-            if self._storage.put_if_absent(f"{self.directory}/{name}", digest(report) + report):
+            if self._storage.put_if_absent(f"{self._place}/{name}", digest(report) + report):
                 self.found[part] = report
+
+    def forget(self) -> None:
+        """The checkpoint is committed."""
+        self._storage.discard(self._place)
 
     def _said(self, path: str) -> bytes | None:
         try:
