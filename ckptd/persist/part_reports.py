@@ -1,4 +1,5 @@
-"""The reports of parts that one checkpoint is written in."""
+"""The reports of parts that one checkpoint is written in. They lie beside the attempt and not in it: whoever commits it deletes
+first what is no part of the checkpoint, and who then found no report there would write the part anew, and commit that."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from functools import partial
 from ckptd.core.errors import CkptdError
 from ckptd.persist import report as r
 from ckptd.persist.commit import check_report
+from ckptd.persist.names import PART
 from ckptd.persist.ranges import StoredChunk
 from ckptd.persist.storage.base import NotFound, Storage, StorageError, read_file
 from ckptd.persist.sums import SUM_BYTES, block_count, digest
 
 REPORT = ".report"
+BESIDE = "-reports"  # at the end of the attempt's name
 BUFFER_BYTES = 8 << 20
 
 
@@ -22,7 +25,7 @@ class Reports:
 
     def __init__(self, storage: Storage, directory: str) -> None:
         self._storage, self.directory = storage, directory
-        self._place = directory
+        self._place = f"{directory.removesuffix(PART)}{BESIDE}{PART}"
         self.found: dict[str, bytes] = {}
         self._numbers: dict[str, int] = {}  # part -> of its next report
         self._buffer = memoryview(bytearray(BUFFER_BYTES))

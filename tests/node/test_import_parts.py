@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from tests.cluster.nodes import REPO
 from tests.node.commands import Cli
 from tests.node.imports import JOB, STEP, restored, run_import
 from tests.node.test_persist_damage import flip
+from tests.waiting import until
 
 PART_BYTES = 256 << 10
 COUNT = 3
@@ -204,6 +207,27 @@ def test_two_of_the_same_are_one(source: Path, tmp_path: Path) -> None:
     done = [json.loads(out) for out in [process.communicate(timeout=RUN_TIMEOUT_S)[0] for process in both] if out]
     assert 0 in {process.returncode for process in both}
     check(root, done[0])
+
+
+def test_who_comes_while_another_one_commits_commits_the_same(source: Path, tmp_path: Path) -> None:
+    """The first has deleted what is no part of the checkpoint, and stands still before it is in place; so does the second; then
+    the first one goes on."""
+    root = tmp_path / "root"
+    both = []
+    for number in range(2):
+        both.append(run(source, root, failpoint=f"persist.commit.synced:stop_once={tmp_path / str(number)}"))
+        until(lambda: is_stopped(both[-1]), RUN_TIMEOUT_S, "it to stand still")
+    for process in both:
+        process.send_signal(signal.SIGCONT)
+        process.communicate(timeout=RUN_TIMEOUT_S)
+    assert both[0].returncode == 0
+    (path,) = root.rglob("manifest.json")
+    assert verify(str(path.parent)).problems == []
+
+
+def is_stopped(process: subprocess.Popen[str]) -> bool:
+    assert process.poll() is None, "it ended"
+    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
 def test_of_two_reports_of_a_part_the_first_counts_for_both(
