@@ -3,6 +3,7 @@ bucket. Verification is on.
 
 python -m bench.persist --directory /mnt/checkpoints --json out.json
 python -m bench.persist --storage s3://bench/run        # AWS_ENDPOINT_URL, or a server of the bench's own
+python -m bench.persist --compress                      # beside the same without, of numbers as a trained layer's
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,6 +34,7 @@ from ckptd.persist.commit import commit
 from ckptd.persist.names import step_dir
 from ckptd.persist.pieces import HeldPiece
 from ckptd.persist.reader import READER_THREADS, Checkpoint
+from ckptd.persist.report import decode
 from ckptd.persist.storage.base import Storage
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.posix import PosixStorage
@@ -159,8 +161,9 @@ class Bucket:
 
 
 class Flush:
-    def __init__(self, storage: Storage, slot: Slot) -> None:
-        self._storage, self._slot, self._turn = storage, slot, 0
+    def __init__(self, storage: Storage, slot: Slot, *, compress: bool = False) -> None:
+        self._storage, self._slot, self._turn, self._compress = storage, slot, 0, compress
+        self.stored_bytes = 0  # of data files, by the last commit
 
     def write(self) -> None:
         self.commit()
@@ -176,7 +179,8 @@ class Flush:
         piece = WritePiece(0, record.layout.layout_id, None, True)
         held = HeldPiece(piece, self._slot.payload, record)
         attempt = f"bench{self._turn}"
-        report = write_pieces(self._storage, JOB, SNAPSHOT, attempt, "bench", [held], threading.Event())
+        report = write_pieces(self._storage, JOB, SNAPSHOT, attempt, "bench", [held], threading.Event(), compress=self._compress)
+        self.stored_bytes = sum(file.size for file in decode(report).files)
         commit(self._storage, JOB, SNAPSHOT, attempt, RECORD, [report], {0: record.layout}, (), False)
 
     def prove(self) -> None:
@@ -244,17 +248,37 @@ def compare(report: Report, limit: Limit, flush: Flush, nbytes: int, repeats: in
     flush.prove()
 
 
+def compare_compressed(report: Report, plain: Flush, compressed: Flush, nbytes: int, repeats: int) -> None:
+    def both(what: str, calls: Sequence[Callable[[], None]]) -> None:
+        timed = [Timed(call) for call in calls]
+        taken = interleave({"plain": timed[0], "compressed": timed[1]}, repeats)
+        row = report.add(Row(f"{what}, as it is", taken["plain"], nbytes))
+        report.add(Row(f"{what}, compressed", taken["compressed"], nbytes), row)
+        row = report.add(Row(f"{what}, as it is, processor time", timed[0].cpu, nbytes))
+        report.add(Row(f"{what}, compressed, processor time", timed[1].cpu, nbytes, kind="time"), row)
+
+    each = (plain, compressed)
+    both("verify, write, sums, commit", [flush.write for flush in each])
+    for flush in each:
+        flush.commit()
+    both("read, verify", [flush.read for flush in each])
+    report.facts["compressed to"] = f"{compressed.stored_bytes / nbytes:.3f}"
+    for flush in each:
+        flush.prove()
+
+
 def main() -> int:
     help_text = "a bucket, in place of a directory"
     args = arguments(
         __doc__ or "", directory={"type": Path, "default": None},
         storage={"default": None, "metavar": "s3://...", "help": help_text},
+        compress={"action": "store_true", "help": "numbers as a trained layer's, compressed, beside the same as they are"},
     )  # fmt: skip
     nbytes = int(args.bytes)
     report = Report("persist: flush and durable read")
     with ExitStack() as ends:
         arena = make_arena(1, nbytes)
-        slot = sealed_slot(arena, nbytes)
+        slot = sealed_slot(arena, nbytes, trained=args.compress)
         limit: Limit
         if args.storage is not None:
             ends.enter_context(object_server.running())
@@ -265,6 +289,10 @@ def main() -> int:
             ends.callback(shutil.rmtree, directory, ignore_errors=True)
             storage, limit = storage_at(str(directory / "root"), create=True), Disk(directory, slot)
             report.facts["directory"] = str(directory.parent)
+        if args.compress:
+            other = storage_at(f"{storage.locate('')}-compressed", create=True)
+            compare_compressed(report, Flush(storage, slot), Flush(other, slot, compress=True), nbytes, args.repeats)
+            return report.finish(args.json)
         compare(report, limit, Flush(storage, slot), nbytes, args.repeats, args.storage is not None)
     return report.finish(args.json)
 

@@ -24,8 +24,9 @@ def make_arena(slots: int, nbytes: int) -> Arena:
     return Arena(slots * (nbytes + OBJECTS_BYTES + 2 * META_BYTES), NullKeeper(), incarnation="bench", reserve_bytes=64 << 20)
 
 
-def sealed_slot(arena: Arena, nbytes: int, step: int = 1) -> Slot:
-    """About ``nbytes`` of random float32 tensors, sums made. The memory is warm afterwards."""
+def sealed_slot(arena: Arena, nbytes: int, step: int = 1, *, trained: bool = False) -> Slot:
+    """About ``nbytes`` of float32 tensors, sums made: random bytes, or numbers distributed as a trained layer's are. The memory is
+    warm afterwards."""
     count = max(TENSORS_MIN, round(nbytes / TENSOR_BYTES_MAX))
     shape = (max(1, nbytes // count // COLUMNS // 4), COLUMNS)
     items = [
@@ -35,7 +36,10 @@ def sealed_slot(arena: Arena, nbytes: int, step: int = 1) -> Slot:
     layout = build_layout(0, 1, items, OBJECTS_BYTES, "bench", ())
     slot = arena.allocate(Tenant(JOB, 0, "own", 0), layout.payload_bytes, META_BYTES)
     flat = np.frombuffer(slot.payload[: layout.payload_bytes], dtype=np.uint8)
-    piece = np.random.default_rng(step).integers(0, 255, 8 << 20, dtype=np.uint8)
+    noise = np.random.default_rng(step)
+    piece = noise.integers(0, 255, 8 << 20, dtype=np.uint8)
+    if trained:
+        piece = (noise.standard_normal(2 << 20, np.float32) * np.float32(0.02)).view(np.uint8)
     for at in range(0, len(flat), len(piece)):
         end = min(len(flat), at + len(piece))
         flat[at:end] = piece[: end - at]

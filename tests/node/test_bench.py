@@ -44,6 +44,11 @@ def test_a_bucket_of_its_own_runs_to_its_end(tmp_path: Path) -> None:
     assert len(told["rows"]) == 8 and told["facts"]["endpoint"].startswith("http://127.0.0.1:")
 
 
+def test_compressed_beside_as_it_is(tmp_path: Path) -> None:
+    told = told_by("persist", tmp_path, "--bytes", "1e7", "--repeats", "1", "--compress")
+    assert len(told["rows"]) == 8 and float(told["facts"]["compressed to"]) < 0.95
+
+
 @pytest.mark.chaos
 @device.NEEDED
 def test_the_stall_on_a_device_is_told_apart_from_the_hosts(tmp_path: Path) -> None:
