@@ -20,7 +20,7 @@ from ckptd.core.state_map.box import Box, merge
 from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist.assemble import copied
 from ckptd.persist.commit import check_report, commit_made
-from ckptd.persist.index import Tensor
+from ckptd.persist.index import QUANTIZED, Tensor
 from ckptd.persist.lineage import copy_claim
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import read
@@ -98,7 +98,9 @@ class Copy:
     def _commit(self, storage: Storage, attempt: str, pointer: str, reports: Sequence[bytes]) -> None:
         directory = attempt_dir(self._manifest.job, self._manifest.snapshot, attempt)
         decoded = [decode(report) for report in reports]
-        lossy = [f"{pattern}={bits}" for pattern, bits in self._quantizer.wanted.items()]
+        rows = (row for report in decoded for file in report.files for row in file.chunks)
+        patterns = {self._quantizer.pattern(row.key) for row in rows if row.codec == QUANTIZED}
+        lossy = [f"{pattern}={bits}" for pattern, bits in self._quantizer.wanted.items() if pattern in patterns]
 
         def contents() -> Contents:
             made = copied(Contents(self._manifest, self._checkpoint.index), decoded, attempt, lossy)

@@ -31,9 +31,10 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 @dataclass
 class Loss:
-    """What came of the tensors that one pattern is of: squares are sums over all values."""
+    """What came of the tensors that one pattern is of: squares are sums over all values. left: pieces that stay as they are."""
 
     tensors: set[str] = field(default_factory=set)
+    left: int = 0
     error: float = 0.0
     value: float = 0.0
     most: float = 0.0  # difference of one value
@@ -66,20 +67,22 @@ class Quantizer:
 
     def bits(self, key: str, dtype: str) -> int | None:
         """None: as it is."""
-        pattern = self._pattern(key) if dtype in DTYPES else None
+        pattern = self.pattern(key) if dtype in DTYPES else None
         return None if pattern is None else self.wanted[pattern]
 
-    def _pattern(self, key: str) -> str | None:
+    def pattern(self, key: str) -> str | None:
         return next((pattern for pattern in self.wanted if fnmatchcase(key, pattern)), None)
 
     def encode(self, key: str, values: memoryview, dtype: str, width: int) -> bytes | None:
         """values: rows of ``width``. None: this cannot be (a value that is not finite, a range wider than float32), or saves
         nothing."""
-        pattern = self._pattern(key)
+        pattern = self.pattern(key)
         assert pattern is not None, "asked for, then told"
         x = to_float(values, dtype).reshape(-1, width)
         frame = encode(x, self.wanted[pattern])
         if frame is None or len(frame) >= len(values):
+            with self._lock:
+                self.losses[pattern].left += bool(values)
             return None
         off = to_float(decode(memoryview(frame), dtype, width, len(values)), dtype).reshape(-1, width).astype(np.float64) - x
         with self._lock:
@@ -91,11 +94,16 @@ class Quantizer:
         return frame
 
     def notes(self) -> list[str]:
-        return [
-            f"{pattern}: {len(loss.tensors)} tensors in {self.wanted[pattern]} bits, relative error {loss.relative:.2g} (2-norm), "
-            f"one value {loss.most:.2g} at most"
-            for pattern, loss in self.losses.items()
-        ]
+        """Of what was written now."""
+        found = []
+        for pattern, loss in self.losses.items():
+            if loss.tensors:
+                many, bits = len(loss.tensors), self.wanted[pattern]
+                off = f"relative error {loss.relative:.2g} (2-norm), one value {loss.most:.2g} at most"
+                found.append(f"{pattern}: tensors in {bits} bits: {many}, {off}")
+            if loss.left:
+                found.append(f"{pattern}: pieces left as they are, with a value that is not finite, or no smaller: {loss.left}")
+        return found
 
 
 def encode(x: Floats, bits: int) -> bytes | None:

@@ -165,7 +165,7 @@ def test_values_are_as_near_as_the_bits_come_and_it_says_so(tmp_path: Path, bits
     _, source = saved(tmp_path / "root", world)
     report = copied(source, tmp_path / "copy", f"model.emb*={bits}", f"model.wide={bits}")
     emb, wide = report.notes
-    assert emb.startswith(f"model.emb*: 2 tensors in {bits} bits, relative error ") and wide.startswith("model.wide: 1 tensor")
+    assert emb.startswith(f"model.emb*: tensors in {bits} bits: 2, relative error ") and "bits: 1, " in wide
     names = [f"model.emb*={bits}", f"model.wide={bits}"]
     with Checkpoint.at(storage_at(str(tmp_path / "copy")), step_dir(JOB, SNAPSHOT)) as checkpoint:
         assert checkpoint.manifest.lossy == names
@@ -219,6 +219,20 @@ def test_rows_of_a_few_bits_are_fewer_bytes(tmp_path: Path) -> None:
         with Checkpoint.at(PosixStorage(str(dest)), "") as checkpoint:
             rows = [chunk.nbytes for chunk in checkpoint.tensor("model.emb", None)[1]]  # type: ignore[index]
         assert values_of("model.emb").nbytes > times * sum(rows)
+
+
+def test_nothing_is_lossy_that_stays_as_it_is(tmp_path: Path) -> None:
+    """All of it has a value that is not finite; and who goes on says what it wrote itself."""
+    _, source = saved(tmp_path / "root", a_world())
+    report = copied(source, tmp_path / "copy", "model.odd=4")
+    assert report.notes == ["model.odd: pieces left as they are, with a value that is not finite, or no smaller: 1"]
+    with Checkpoint.at(PosixStorage(report.dest), "") as checkpoint:
+        assert checkpoint.manifest.lossy == []
+    assert copied(source, tmp_path / "parts", "model.emb=4", part="1/1").notes[0].startswith("model.emb: tensors in 4 bits: 1, ")
+    last = copied(source, tmp_path / "parts", "model.emb=4")
+    assert last.notes == [] and last.written == 0
+    with Checkpoint.at(PosixStorage(last.dest), "") as checkpoint:
+        assert checkpoint.manifest.lossy == ["model.emb=4"]
 
 
 def test_damage_there_is_damage(tmp_path: Path) -> None:
