@@ -82,7 +82,8 @@ def _print(report: Report, *, dry: bool) -> None:
 
     for note in report.notes:
         print(plain(f"note: {note}"), file=sys.stderr)
-    what = f"{report.tensors} tensors, {format_bytes(report.nbytes)}"
+    less = f", which take some {format_bytes(report.stored)} there" if report.stored is not None else ""
+    what = f"{report.tensors} tensors, {format_bytes(report.nbytes)}{less}"
     if dry:
         print(plain(f"would write {report.dest}: {what}"))
         return

@@ -18,14 +18,15 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, merge
 from ckptd.core.state_map.dtypes import ITEMSIZE
+from ckptd.persist import parts as p
 from ckptd.persist.assemble import copied
 from ckptd.persist.commit import check_report, commit_made
+from ckptd.persist.encoding import bytes_to_be
 from ckptd.persist.index import QUANTIZED, Tensor
 from ckptd.persist.lineage import copy_claim
 from ckptd.persist.manifest import Contents
 from ckptd.persist.manifest_file import read
 from ckptd.persist.names import attempt_dir, step_dir
-from ckptd.persist.parts import PART_BYTES, Attempt, Part, Progress, parts_of
 from ckptd.persist.pieces import ObjectBlob, OutChunk
 from ckptd.persist.quantized import Quantizer
 from ckptd.persist.reader import Checkpoint
@@ -61,7 +62,8 @@ class _Stored:
 
 
 class Copy:
-    """What is to be written, before anything is. Raises CkptdError: a pattern fits nothing that can be quantised."""
+    """What is to be written, before anything is. nbytes: of all tensors; stored: about what they will be there. Raises CkptdError:
+    a pattern fits nothing that can be quantised."""
 
     def __init__(self, checkpoint: Checkpoint, quantizer: Quantizer) -> None:
         self._checkpoint, self._quantizer, self._manifest = checkpoint, quantizer, checkpoint.manifest
@@ -71,10 +73,12 @@ class Copy:
             if all(alone.bits(tensor.key, tensor.dtype) is None for tensor in tensors):
                 hint = "a pattern is of a whole key, as `ckptd ls --tensors` shows it; F32, BF16 and F16 can be quantised"
                 raise CkptdError(f"fits no tensor that can be quantised: {pattern}", where="--quantize", hint=hint)
-        self._parts: list[Part] = parts_of([chunk for at, found in enumerate(tensors) for chunk in self._chunks(at, found)], NODE)
+        chunks = [chunk for at, found in enumerate(tensors) for chunk in self._chunks(at, found)]
+        self._parts: list[p.Part] = p.parts_of(chunks, NODE)
+        self.stored = sum(bytes_to_be(chunk, quantizer) for chunk in chunks)
         self.tensors, self.nbytes = len(tensors), sum(part.nbytes for part in self._parts)
 
-    def write(self, storage: Storage, share: Share | None, progress: Progress, cancelled: threading.Event) -> Copied:
+    def write(self, storage: Storage, share: Share | None, progress: p.Progress, cancelled: threading.Event) -> Copied:
         """Raises CkptdError: it is there already, or anything that storage has against it."""
         job, snapshot, quantizer = self._manifest.job, SnapshotId(*self._manifest.snapshot.at), self._quantizer
         directory = step_dir(job, snapshot)
@@ -82,9 +86,9 @@ class Copy:
         with suppress(NotFound):
             read(storage, directory)
             raise CkptdError("it is there already", where=path, hint="name another root, or delete it first")
-        how = [REPORT_VERSION, PART_BYTES, self._manifest.xxh3_128, *quantizer.wanted.items()]
+        how = [REPORT_VERSION, p.PART_BYTES, self._manifest.xxh3_128, *quantizer.wanted.items()]
         attempt = f"{NODE}-{xxhash.xxh3_64_hexdigest(msgspec.json.encode(how))}"
-        made = Attempt(storage, job, snapshot, attempt, NODE, cancelled)
+        made = p.Attempt(storage, job, snapshot, attempt, NODE, cancelled)
         mine = self._parts if share is None else share.among(self._parts)
         made.write(mine, progress, quantizer=quantizer)
         if share is None:
@@ -93,7 +97,10 @@ class Copy:
                 raise CkptdError(f"another run of this job has epoch {snapshot.epoch} there", where=storage.locate(job))
             self._commit(storage, attempt, directory, reports)
             made.committed()
-        return Copied(path, made.written, made.reused, quantizer.notes())
+        notes = quantizer.notes()
+        if quantizer.wanted and made.reused:
+            notes.append("of the parts that were there, what it cost was said when they were written")
+        return Copied(path, made.written, made.reused, notes)
 
     def _commit(self, storage: Storage, attempt: str, pointer: str, reports: Sequence[bytes]) -> None:
         directory = attempt_dir(self._manifest.job, self._manifest.snapshot, attempt)

@@ -18,7 +18,7 @@ from ckptd_client.integrations.dcp_names import PLANNER_DATA
 
 from ckptd.choices import Share
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import local_root
+from ckptd.core.storage_root import in_bucket, local_root, storage_root
 from ckptd.export.contents import Contents
 from ckptd.export.durable import Durable
 from ckptd.export.selection import Selection
@@ -65,7 +65,7 @@ class Request:
 @dataclass
 class Report:
     """nbytes: of all tensors as they are to be written. reused: of those, what an earlier try had written right. part: of several
-    processes' this one's; the destination is not there yet."""
+    processes' this one's; the destination is not there yet. stored: about what they take there, where that is less."""
 
     source: str
     dest: str
@@ -76,6 +76,7 @@ class Report:
     reused: int = 0
     files: int = 0
     part: str | None = None
+    stored: int | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -117,8 +118,14 @@ def _copy(request: Request, share: Share | None, shown: Shown, *, dry: bool) -> 
         copy = Copy(checkpoint, Quantizer.parse(request.quantize))
         source = Durable(checkpoint)
         report = Report(source.where, request.dest, OWN, copy.tensors, copy.nbytes, part=request.part, notes=source.notes)
+        report.stored = copy.stored if request.quantize else None
+        root, dest = checkpoint.storage.locate(""), storage_root(request.dest)
+        dest = dest if in_bucket(dest) else os.path.abspath(dest)
+        if dest.startswith(f"{root}/"):
+            hint = "retention there would know nothing of it: name a directory beside it"
+            raise CkptdError(f"it is inside of the source's storage root, {root}", where=dest, hint=hint)
         if not dry:
-            done = copy.write(storage_at(request.dest, create=True), share, shown, threading.Event())
+            done = copy.write(storage_at(dest, create=True), share, shown, threading.Event())
             report.dest, report.written, report.reused = done.path, done.written, done.reused
             report.notes += done.notes
     return report

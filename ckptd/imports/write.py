@@ -18,11 +18,19 @@ from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.catalogue import META
 from ckptd.core.state_map.layout import UNIQUE, Layout
 from ckptd.core.state_map.layout_build import LayoutItem, build_layout
+from ckptd.persist import parts as p
 from ckptd.persist.commit import commit
 from ckptd.persist.commits import list_all
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, highest_epoch, newest_record
-from ckptd.persist.names import PART, check_job, epoch_dir, epoch_of_dir
-from ckptd.persist.parts import PART_BYTES, Attempt, Progress, parts_of
+from ckptd.persist.names import (
+    PART,
+    check_job,
+    epoch_dir,
+    epoch_of_dir,
+    epoch_of_record,
+    epochs_dir,
+    step_dir,
+)
 from ckptd.persist.pieces import ObjectBlob, OutChunk
 from ckptd.persist.report import REPORT_VERSION
 from ckptd.persist.storage.base import NotFound, Storage
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from ckptd.imports.optimizers import Named
 
 NODE = "import"  # stands for the node that the only rank lived on
+COMMITS_WITHIN_S = 60.0  # of its claim; who has not by then was killed, as far as other imports can know
 TAKEN = "a job is imported before its first start: name another --job, or `ckptd forget JOB --storage` first"
 
 
@@ -47,7 +56,7 @@ def write(
     job: str,
     step: int,
     named: Named,
-    progress: Progress,
+    progress: p.Progress,
     cancelled: threading.Event,
     share: Share | None = None,
     *,
@@ -55,18 +64,19 @@ def write(
 ) -> Imported:
     """share: this process's parts alone, and nothing is committed. What an earlier try wrote is read back. Raises CkptdError: the
     job has been started, or anything that storage has against it; the parts that are there stay for the next try."""
-    objects, parts = _encoded(named, step), parts_of(_chunks(named), NODE)
+    objects, parts = _encoded(named, step), p.parts_of(_chunks(named), NODE)
     plan = _plan(job, step, named, objects, compress)
     attempt = f"{NODE}-{plan[:16]}"
     snapshot = SnapshotId(_epoch(storage, job, attempt), step)
     record = EpochRecord(snapshot.epoch, plan, (NODE,), (), before=(-1, ()))
-    made = Attempt(storage, job, snapshot, attempt, NODE, cancelled)
+    made = p.Attempt(storage, job, snapshot, attempt, NODE, cancelled)
     try:
         made.write(parts if share is None else share.among(parts), progress, compress=compress)
         if share is None:
             whole = made.whole(parts, objects)
             _claim(storage, job, record)
             commit(storage, job, snapshot, attempt, record, whole, {0: _layout(named, objects)}, frozenset(), keep=False)
+            _check_newest(storage, job, snapshot)
             made.committed()
             _discard_others(storage, job)
     except NotFound as error:
@@ -95,7 +105,7 @@ def _plan(job: str, step: int, named: Named, objects: list[ObjectBlob], compress
     stats = [(os.path.abspath(path), (facts := os.stat(path)).st_size, facts.st_mtime_ns) for path in paths]
     tensors = [(key, role, stored.dtype, stored.shape, stored.places) for key, (stored, role) in named.tensors.items()]
     blobs = [(blob.name, blob.data) for blob in objects]
-    how = [REPORT_VERSION, PART_BYTES, compress, job, step, stats, tensors, sorted(named.aliases.items()), blobs]
+    how = [REPORT_VERSION, p.PART_BYTES, compress, job, step, stats, tensors, sorted(named.aliases.items()), blobs]
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(how))
 
 
@@ -109,7 +119,28 @@ def _epoch(storage: Storage, job: str, attempt: str) -> int:
     here = [path for path in attempts if path.startswith(f"{epoch_dir(job, highest)}/")]
     claimed = newest is not None and newest.number == highest
     ours = any(f".{attempt}{PART}" in path for path in here)
+    if newest is not None and claimed and not (ours or is_grave(newest)) and _age_s(storage, job, highest) < COMMITS_WITHIN_S:
+        hint = f"if it was killed: the same again {COMMITS_WITHIN_S:.0f} s later"
+        raise CkptdError("another import of this job is being committed", where=job, hint=hint)
     return highest if ours or (here and not claimed) else highest + 1
+
+
+def _age_s(storage: Storage, job: str, epoch: int) -> float:
+    """Of its claim."""
+    path = epochs_dir(job)
+    claims = [entry.mtime_s for entry in storage.list(path) if epoch_of_record(entry.name) == epoch]
+    return storage.clock_s(path) - max(claims, default=-COMMITS_WITHIN_S)
+
+
+def _check_newest(storage: Storage, job: str, snapshot: SnapshotId) -> None:
+    """This one may have stood still between its claim and its commit, for so long that another import took it for dead: two have
+    an epoch then, and the older one's checkpoint would be left behind. It goes, and the other one counts."""
+    newest = newest_record(storage, job)
+    if newest is not None and newest.number > snapshot.epoch and newest.ranks == (NODE,) and not newest.nodes:
+        pointer = step_dir(job, snapshot)
+        if storage.hide(pointer):
+            storage.drop(pointer)
+        raise CkptdError("another import took the place of this one, which had stood still", where=job, hint=TAKEN)
 
 
 def _attempts(storage: Storage, job: str) -> list[str]:

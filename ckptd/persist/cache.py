@@ -45,12 +45,18 @@ class CachedFile:
         if self._cache.full:
             return
         try:
-            with _opened(self._path, os.O_WRONLY | os.O_CREAT) as fd:
-                os.pwrite(fd, data, at)
+            with suppress(FileNotFoundError):
+                self._write(at, data)
+                return
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)  # somebody deleted it; what it lies in may be a disk that is away
+            self._write(at, data)
         except OSError as error:
             self._cache.failed(error)
-        else:
-            self._cache.grew(len(data))
+
+    def _write(self, at: int, data: memoryview) -> None:
+        with _opened(self._path, os.O_WRONLY | os.O_CREAT) as fd:
+            os.pwrite(fd, data, at)
+        self._cache.grew(len(data))
 
     def close(self) -> None:
         self._cache.closed(self._path)

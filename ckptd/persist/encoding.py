@@ -136,6 +136,13 @@ class EncodedChunk:
             raise FileDamage(f"{self._stored.name} cannot be decoded: {error}", where=self._stored.where) from error
 
 
+def bytes_to_be(chunk: OutChunk, quantizer: Quantizer | None) -> int:
+    """What a chunk takes on storage, but for what compressing may save."""
+    bits = quantizer.bits(chunk.key, chunk.dtype) if quantizer is not None else None
+    width = width_of(chunk.box)
+    return chunk.nbytes if bits is None or not chunk.nbytes else quantized.size_of(chunk.box.volume // width, width, bits)
+
+
 def width_of(box: Box) -> int:
     """Values of a row: the last dimension."""
     return box.sizes[-1] if box.sizes else 1

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ckptd.core.ids import SnapshotId
+from ckptd.persist.encoding import bytes_to_be
 from ckptd.persist.names import attempt_dir
 from ckptd.persist.packing import FILE_BYTES_MAX, cut
 from ckptd.persist.part_reports import Reports
@@ -79,7 +80,8 @@ class Attempt:
             if self._reports.find(part.name):
                 self.reused += part.nbytes
                 progress(self.reused, wanted)
-        check_room(self._storage, wanted - self.reused, self._reports.directory)
+        left = (chunk for part in mine if part.name not in self._reports.found for chunk in part.chunks)
+        check_room(self._storage, sum(bytes_to_be(chunk, quantizer) for chunk in left), self._reports.directory)
         for part in mine:
             if part.name not in self._reports.found:
                 told = _further(progress, self.reused + self.written, wanted)

@@ -78,11 +78,13 @@ class Quantizer:
         nothing."""
         pattern = self.pattern(key)
         assert pattern is not None, "asked for, then told"
+        if not values:
+            return None
         x = to_float(values, dtype).reshape(-1, width)
         frame = encode(x, self.wanted[pattern])
         if frame is None or len(frame) >= len(values):
             with self._lock:
-                self.losses[pattern].left += bool(values)
+                self.losses[pattern].left += 1
             return None
         off = to_float(decode(memoryview(frame), dtype, width, len(values)), dtype).reshape(-1, width).astype(np.float64) - x
         with self._lock:
@@ -106,6 +108,11 @@ class Quantizer:
         return found
 
 
+def size_of(rows: int, width: int, bits: int) -> int:
+    """Bytes of a frame."""
+    return HEAD.size + rows * (8 + -(-width * bits // 8))
+
+
 def encode(x: Floats, bits: int) -> bytes | None:
     """x: [rows, width]. None: this cannot be."""
     if not x.size or not np.isfinite(x).all():
@@ -117,7 +124,8 @@ def encode(x: Floats, bits: int) -> bytes | None:
 def _encode(x: Floats, bits: int) -> bytes | None:
     levels = (1 << bits) - 1
     low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
-    if not np.isfinite(high - low).all():
+    spread = high - low
+    if not np.isfinite(spread).all() or ((spread > 0) & (spread < levels * np.finfo(np.float32).tiny)).any():
         return None
     if bits <= ADAPTIVE_BITS_MAX:
         low, high = _narrowed(x, low, high, levels)
@@ -135,7 +143,7 @@ def decode(frame: memoryview, dtype: str, width: int, nbytes: int) -> memoryview
     (bits,) = HEAD.unpack_from(frame)
     rows = nbytes // (_item(dtype) * width)
     packed = -(-width * bits // 8)
-    if bits not in BITS or len(frame) != HEAD.size + rows * (8 + packed):
+    if bits not in BITS or len(frame) != size_of(rows, width, bits):
         raise ValueError("quantised values of another number")
     low, step = np.frombuffer(frame, "<f4", 2 * rows, HEAD.size).reshape(2, rows, 1)
     numbers = np.frombuffer(frame, np.uint8, rows * packed, HEAD.size + 8 * rows).reshape(rows, packed)

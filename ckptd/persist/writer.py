@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
-from ckptd.persist.encoding import available, pays, write_encoded
+from ckptd.persist.encoding import available, bytes_to_be, pays, write_encoded
 from ckptd.persist.index import ENCODED_BYTES_MAX, RAW
 from ckptd.persist.names import DATA, ENCODED, SIDE, attempt_dir, file_stem
 from ckptd.persist.packing import FILE_BYTES_MAX, Package, cut, header, pack, pack_encoded
@@ -125,7 +125,7 @@ def write_chunks(
         if dedup:
             chunks, kept = unchanged(storage, job, snapshot, cut(chunks, bytes_max), run.check)
         run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
-        run.begin()
+        run.begin(sum(bytes_to_be(chunk, quantizer) - chunk.nbytes for chunk in chunks) + run.total)
         run.ranks, run.quantizer = ranks, quantizer
         report = run.write(run.packages(chunks, compress, bytes_max, threads), blobs, kept, threads)
     except BaseException:
@@ -168,9 +168,9 @@ class _Run:
         self._created: list[str] = []
         self._stop = threading.Event()  # the other thread failed
 
-    def begin(self) -> None:
+    def begin(self, room: int) -> None:
         failpoint("persist.write.begin")
-        check_room(self.storage, self.total, self.directory)
+        check_room(self.storage, room, self.directory)
         self.storage.begin(self.directory)
 
     def write(self, packages: list[Package], blobs: list[ObjectBlob], kept: list[KeptFile], threads: int) -> Report:

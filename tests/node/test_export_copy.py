@@ -33,6 +33,7 @@ from ckptd.persist.storage.base import Storage
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
+from tests import places
 from tests.core.worlds import rows_of
 from tests.node import format_reader
 from tests.node.checkpoints import JOB, World, check_all, epoch_record, make_world, save, small_world
@@ -46,7 +47,7 @@ SNAPSHOT, NEXT = SnapshotId(1, 10), SnapshotId(1, 20)
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "model.emb": ("F32", (901, 64)), "model.emb16": ("BF16", (500, 33)), "model.half": ("F16", (3, 50, 7)),
     "model.bias": ("F32", (77,)), "model.scale": ("F32", ()), "model.ids": ("I64", (40, 8)), "model.odd": ("F32", (8, 64)),
-    "model.none": ("F32", (0, 4)), "model.wide": ("F32", (2, 2_500_000)),
+    "model.none": ("F32", (0, 4)), "model.thin": ("F32", (5, 0)), "model.wide": ("F32", (2, 2_500_000)),
 }  # fmt: skip
 
 
@@ -149,6 +150,8 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         export(Request(source, str(tmp_path / "c.pt"), "torch", quantize=("model.emb",)))
     with pytest.raises(CkptdError, match="--to ckptd has no --only"):
         export(Request(source, str(tmp_path / "copy"), "ckptd", only=("model.emb",)))
+    with pytest.raises(CkptdError, match="inside of the source's storage root"):
+        copied(source, f"{source}/copy")
     copied(source, tmp_path / "copy")
     with pytest.raises(CkptdError, match="there already"):
         copied(source, tmp_path / "copy")
@@ -221,6 +224,16 @@ def test_rows_of_a_few_bits_are_fewer_bytes(tmp_path: Path) -> None:
         assert values_of("model.emb").nbytes > times * sum(rows)
 
 
+@places.for_root
+def test_it_needs_the_room_that_it_takes(tmp_path: Path) -> None:
+    _, source = saved(tmp_path / "root", a_world())
+    with places.small_disk(tmp_path / "disk", "24m") as disk:
+        with pytest.raises(CkptdError, match="needed"):
+            copied(source, disk / "copy")
+        report = copied(source, disk / "copy", "model.wide=2", "model.emb*=8")
+        assert report.stored is not None and verify(report.dest).bytes_read < report.stored + (64 << 10) < 3 << 20
+
+
 def test_nothing_is_lossy_that_stays_as_it_is(tmp_path: Path) -> None:
     """All of it has a value that is not finite; and who goes on says what it wrote itself."""
     _, source = saved(tmp_path / "root", a_world())
@@ -230,7 +243,7 @@ def test_nothing_is_lossy_that_stays_as_it_is(tmp_path: Path) -> None:
         assert checkpoint.manifest.lossy == []
     assert copied(source, tmp_path / "parts", "model.emb=4", part="1/1").notes[0].startswith("model.emb: tensors in 4 bits: 1, ")
     last = copied(source, tmp_path / "parts", "model.emb=4")
-    assert last.notes == [] and last.written == 0
+    assert last.notes == ["of the parts that were there, what it cost was said when they were written"] and last.written == 0
     with Checkpoint.at(PosixStorage(last.dest), "") as checkpoint:
         assert checkpoint.manifest.lossy == ["model.emb=4"]
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from ckptd.imports import write
 from ckptd.persist import parts
 from ckptd.persist.opening import verify
 from ckptd.persist.storage.base import StorageError
@@ -71,7 +72,8 @@ def command(source: Path, root: Path, *more: str) -> list[str]:
 
 def run(source: Path, root: Path, *more: str, dies_at: int = -1, failpoint: str = "") -> subprocess.Popen[str]:
     env = {**os.environ, "PART_BYTES": str(PART_BYTES), "DIES_AT": str(dies_at), "CKPTD_FAILPOINT": failpoint}
-    return subprocess.Popen(command(source, root, *more), cwd=REPO, env=env, stdout=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command(source, root, *more), cwd=REPO, env=env, text=True, **pipes)
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -223,6 +225,30 @@ def test_who_comes_while_another_one_commits_commits_the_same(source: Path, tmp_
     assert both[0].returncode == 0
     (path,) = root.rglob("manifest.json")
     assert verify(str(path.parent)).problems == []
+
+
+@pytest.mark.parametrize("place", ["persist.claim.published", "persist.commit.checked"])
+def test_of_two_different_ones_one_is_committed(tmp_path: Path, place: str) -> None:
+    """The first stands still with its claim: another one is told to wait. It takes the first for dead when it stands longer, and
+    then the first one hears of it. Whatever is told is what comes back."""
+    root, sources = tmp_path / "root", [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for source, found in zip(sources, (state(), {key: value + 1 for key, value in state().items()}), strict=True):
+        torch.save(found, source)
+    first = run(sources[0], root, failpoint=f"{place}:stop_once={tmp_path / 'stopped'}")
+    until(lambda: is_stopped(first), RUN_TIMEOUT_S, "it to stand still")
+    early = run(sources[1], root)
+    assert "another import of this job is being committed" in early.communicate(timeout=RUN_TIMEOUT_S)[1] and early.returncode
+    (claim,) = (root / str(os.getuid()) / JOB / "epochs").iterdir()
+    os.utime(claim, (claim.stat().st_mtime - write.COMMITS_WITHIN_S,) * 2)
+    second = ended(run(sources[1], root))
+    first.send_signal(signal.SIGCONT)
+    first.communicate(timeout=RUN_TIMEOUT_S)
+    assert first.returncode != 0
+    assert verify(second["path"]).problems == []
+    found = {key: torch.full_like(value, 7) for key, value in state().items()}
+    restored(root, model=found)
+    assert all(torch.equal(found[key], value + 1) for key, value in state().items())
+    assert [path.parent for path in root.rglob("manifest.json")] == [Path(second["path"])]
 
 
 def is_stopped(process: subprocess.Popen[str]) -> bool:
