@@ -100,9 +100,9 @@ async def test_a_resize_leaves_a_lent_slot_alone(tmp_path: Path, monkeypatch: py
         again = await in_another_life(house, rank, "b")
         real = Checkpoint.read
 
-        def slow(self: Checkpoint, *rest: Any) -> None:
+        def slow(self: Checkpoint, *rest: Any) -> int:
             stall.wait()
-            real(self, *rest)
+            return real(self, *rest)
 
         monkeypatch.setattr(Checkpoint, "read", slow)
         opened, _ = await again.opened()
