@@ -19,8 +19,6 @@ from ckptd.core.errors import CkptdError
 from ckptd.persist.sums import digest
 
 SUFFIX = ".cached"
-ROOM_CHECKED_EVERY_BYTES = 256 << 20  # by so much it may be larger than it should, for a while
-ROOM_CHECKED_TIMES = 8  # as often at least while as much is written as it may hold
 BLOCK_UNIT_BYTES = 512  # of st_blocks
 
 log = logging.getLogger("ckptd")
@@ -42,7 +40,7 @@ class CachedFile:
 
     def write(self, at: int, data: memoryview) -> None:
         """Best effort: without room there, the store is asked again."""
-        if self._cache.full:
+        if not self._cache.has_room(len(data)):
             return
         try:
             with suppress(FileNotFoundError):
@@ -56,7 +54,6 @@ class CachedFile:
     def _write(self, at: int, data: memoryview) -> None:
         with _opened(self._path, os.O_WRONLY | os.O_CREAT) as fd:
             os.pwrite(fd, data, at)
-        self._cache.grew(len(data))
 
     def close(self) -> None:
         self._cache.closed(self._path)
@@ -70,7 +67,7 @@ class Cache:
         self.directory, self.full = directory, False
         self._open = Counter[str]()
         self._lock = threading.Lock()
-        self._unchecked = ROOM_CHECKED_EVERY_BYTES  # nothing is known of what lies there
+        self._left = 0  # bytes that may be written before it is looked at again
         self._told = False
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,33 +91,36 @@ class Cache:
     def closed(self, path: Path) -> None:
         with self._lock:
             self._open -= Counter([str(path)])
-            self.full = False
+            self.full, self._left = False, 0
 
-    def grew(self, nbytes: int) -> None:
+    def has_room(self, nbytes: int) -> bool:
+        """So much is going to be written."""
         with self._lock:
-            self._unchecked += nbytes
-            if self._unchecked < min(ROOM_CHECKED_EVERY_BYTES, self._bytes_max // ROOM_CHECKED_TIMES):
-                return
-            self._unchecked = 0
-            self._make_room()
+            if self.full:
+                return False
+            self._left -= nbytes
+            if self._left < 0:
+                self._left = self._make_room(nbytes) - nbytes
+                self.full = self._left < 0
+            return not self.full
 
     def failed(self, error: OSError) -> None:
         if not self._told:
             log.warning("what is read from storage is not kept in %s: %s", self.directory, error.strerror)
         self._told = True
 
-    def _make_room(self) -> None:
-        """Of those that nobody reads just now the ones go that were not used for longest."""
+    def _make_room(self, nbytes: int) -> int:
+        """Of those that nobody reads just now the ones go that were not used for longest. How much may be written then."""
         found = sorted(self._files())
         room = self._bytes_max - sum(size for _, size, _ in found)
         for _, size, path in found:
-            if room >= 0:
-                return
+            if room >= nbytes:
+                break
             if path not in self._open:
                 with suppress(OSError):
                     os.unlink(path)
                 room += size
-        self.full = room < 0
+        return room
 
     def _files(self) -> list[tuple[float, int, str]]:
         found = []
