@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,17 +60,19 @@ def export(
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Write a checkpoint as files that others read. What was killed goes on where it stopped."""
+    from ckptd.cli.interrupt import interruptible
     from ckptd.cli.show import print_json
     from ckptd.cli.verify import bar
-    from ckptd.export.export import Request
+    from ckptd.export.export import OWN, Request
     from ckptd.export.export import export as written
 
     request = Request(
         source, dest, to, tuple(only or ()), tuple(prefix_map or ()), dtype, layout, hf_config, titan, as_is, shard_size, zero,
         live, step, socket, part, tuple(quantize or ()),
     )  # fmt: skip
-    with bar(Path(source).name, quiet=as_json) as progress:
-        report = written(request, progress, dry=dry_run)
+    interrupts = interruptible() if to == OWN else nullcontext(None)
+    with interrupts as cancelled, bar(Path(source).name, quiet=as_json) as progress:
+        report = written(request, progress, dry=dry_run, cancelled=cancelled)
     if as_json:
         print_json({"ok": True, "dry_run": dry_run, **dataclasses.asdict(report)})
     else:

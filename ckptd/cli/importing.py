@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,21 +124,17 @@ def _no_tensor(had: list[str], foreign: set[str]) -> str:
 
 
 def _write(config: Config, job: str, step: int, made: Named, share: Share | None, *, quiet: bool) -> dict[str, Any]:
+    from ckptd.cli.interrupt import interruptible
     from ckptd.cli.verify import bar
     from ckptd.imports.write import write
     from ckptd.persist.names import step_dir
     from ckptd.persist.storage.factory import storage_at
 
-    cancelled = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: cancelled.set())
-    try:
-        with bar("import", quiet=quiet) as progress:
-            storage = storage_at(str(config.storage_root), create=True)
-            done = write(storage, job, step, made, progress, cancelled, share, compress=config.compress)
-        path = storage.locate(step_dir(job, done.snapshot)) if share is None else ""
-        return {"path": path, "written": done.written, "reused": done.reused}
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interruptible() as cancelled, bar("import", quiet=quiet) as progress:
+        storage = storage_at(str(config.storage_root), create=True)
+        done = write(storage, job, step, made, progress, cancelled, share, compress=config.compress)
+    path = storage.locate(step_dir(job, done.snapshot)) if share is None else ""
+    return {"path": path, "written": done.written, "reused": done.reused}
 
 
 def _print(report: dict[str, Any], *, dry_run: bool) -> None:

@@ -89,12 +89,14 @@ class Form(Protocol):
     def write(self, staging: Staging) -> None: ...
 
 
-def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bool = False) -> Report:
-    """dry: nothing is written. Raises CkptdError."""
+def export(
+    request: Request, shown: Shown = lambda done, total: None, *, dry: bool = False, cancelled: threading.Event | None = None
+) -> Report:
+    """dry: nothing is written. cancelled: calls off a copy. Raises CkptdError."""
     _check(request)
     share = Share.parse(request.part) if request.part is not None else None
     if request.to == OWN:
-        return _copy(request, share, shown, dry=dry)
+        return _copy(request, share, shown, cancelled or threading.Event(), dry=dry)
     selection = Selection.of(request.only, request.prefix_map, request.dtype)
     dest = Path(local_root(request.dest)).absolute()
     check(dest)
@@ -110,7 +112,7 @@ def export(request: Request, shown: Shown = lambda done, total: None, *, dry: bo
     return report
 
 
-def _copy(request: Request, share: Share | None, shown: Shown, *, dry: bool) -> Report:
+def _copy(request: Request, share: Share | None, shown: Shown, cancelled: threading.Event, *, dry: bool) -> Report:
     from ckptd.export.copy import Copy
     from ckptd.persist.quantized import Quantizer
 
@@ -125,7 +127,7 @@ def _copy(request: Request, share: Share | None, shown: Shown, *, dry: bool) -> 
             hint = "retention there would know nothing of it: name a directory beside it"
             raise CkptdError(f"it is inside of the source's storage root, {root}", where=dest, hint=hint)
         if not dry:
-            done = copy.write(storage_at(dest, create=True), share, shown, threading.Event())
+            done = copy.write(storage_at(dest, create=True), share, shown, cancelled)
             report.dest, report.written, report.reused = done.path, done.written, done.reused
             report.notes += done.notes
     return report

@@ -113,7 +113,7 @@ def _epoch(storage: Storage, job: str, attempt: str) -> int:
     """The one that imports have begun and none has claimed, or this very one has, or the one behind all that others took. What
     imports left that were killed is no start: attempts, or a claim without a checkpoint."""
     highest, newest, attempts = highest_epoch(storage, job), newest_record(storage, job), _attempts(storage, job)
-    of_import = newest is None or is_grave(newest) or (newest.ranks == (NODE,) and not newest.nodes)
+    of_import = newest is None or is_grave(newest) or _is_imports(newest)
     if not of_import or list_all(storage, job) or not all(map(_is_import, attempts)):
         raise CkptdError(f"this job has been started: storage knows epoch {highest} of it", where=job, hint=TAKEN)
     here = [path for path in attempts if path.startswith(f"{epoch_dir(job, highest)}/")]
@@ -123,6 +123,10 @@ def _epoch(storage: Storage, job: str, attempt: str) -> int:
         hint = f"if it was killed: the same again {COMMITS_WITHIN_S:.0f} s later"
         raise CkptdError("another import of this job is being committed", where=job, hint=hint)
     return highest if ours or (here and not claimed) else highest + 1
+
+
+def _is_imports(record: EpochRecord) -> bool:
+    return record.ranks == (NODE,) and not record.nodes
 
 
 def _age_s(storage: Storage, job: str, epoch: int) -> float:
@@ -136,7 +140,7 @@ def _check_newest(storage: Storage, job: str, snapshot: SnapshotId) -> None:
     """This one may have stood still between its claim and its commit, for so long that another import took it for dead: two have
     an epoch then, and the older one's checkpoint would be left behind. It goes, and the other one counts."""
     newest = newest_record(storage, job)
-    if newest is not None and newest.number > snapshot.epoch and newest.ranks == (NODE,) and not newest.nodes:
+    if newest is not None and newest.number > snapshot.epoch and _is_imports(newest):
         pointer = step_dir(job, snapshot)
         if storage.hide(pointer):
             storage.drop(pointer)

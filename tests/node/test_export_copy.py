@@ -41,6 +41,7 @@ from tests.node.commands import Cli
 from tests.node.test_example_reader import SCRIPT
 from tests.node.test_import_parts import SCRIPT as COMMAND
 from tests.node.test_persist_damage import flip
+from tests.waiting import until
 
 PART_BYTES = 1 << 20
 SNAPSHOT, NEXT = SnapshotId(1, 10), SnapshotId(1, 20)
@@ -135,6 +136,22 @@ def test_parts_and_a_kill(tmp_path: Path) -> None:
     )
     assert part["written"] > 2 * PART_BYTES and part["reused"] == 0
     assert last["reused"] >= part["written"] + PART_BYTES and last["written"] + last["reused"] == last["nbytes"]
+    with Checkpoint.open(PosixStorage(str(tmp_path / "copy")), JOB, SNAPSHOT) as checkpoint:
+        check_all(checkpoint, world)
+
+
+def test_ctrl_c_ends_it_in_words_and_the_same_goes_on(tmp_path: Path) -> None:
+    world = small_world(rows=4000)
+    _, source = saved(tmp_path / "root", world)
+    run = [sys.executable, "-c", COMMAND, "export", source, str(tmp_path / "copy"), "--to", "ckptd", "--json"]
+    env = {**os.environ, "PART_BYTES": str(PART_BYTES), "DIES_AT": "-1", "CKPTD_FAILPOINT": "persist.write.report:sleep=1"}
+    slow = subprocess.Popen(run, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    until(lambda: any((tmp_path / "copy").rglob("*.report*")), 60, "its first part")
+    slow.send_signal(signal.SIGINT)
+    _, said = slow.communicate(timeout=120)
+    assert slow.returncode == 1 and "cancelled" in said and "Traceback" not in said
+    again = subprocess.run(run, env=env | {"CKPTD_FAILPOINT": ""}, capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout)["reused"] > 0
     with Checkpoint.open(PosixStorage(str(tmp_path / "copy")), JOB, SNAPSHOT) as checkpoint:
         check_all(checkpoint, world)
 
