@@ -15,6 +15,7 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.instructions import MakeParity
 from ckptd.core.state_map.fragments import Table
 from ckptd.core.state_map.layout import Layout
+from ckptd.core.storage_root import in_bucket
 from ckptd.daemon.local_slots import settle
 from ckptd.daemon.services import Services
 from ckptd.persist.lineage import claim_epoch
@@ -25,6 +26,7 @@ from ckptd.persist.verify import mark_damaged
 from ckptd.protect.columns import Columns
 from ckptd.protect.fetched import Fetched
 from ckptd.recover.host import Unrecoverable
+from ckptd.recover.passing import Passing, group_of
 from ckptd.recover.stored import is_away
 
 if TYPE_CHECKING:
@@ -45,6 +47,17 @@ class RebuildHost:
         self._loop = asyncio.get_running_loop()
         self.node = services.node.node
         self.executor: Executor = services.work
+        self.passing: Passing | None = None
+
+    def pass_on(self, restore: str) -> None:
+        """What is read from a bucket goes on to other nodes of this restore, and comes from them. Who has a cache fills that."""
+        nodes, services = group_of(self.node, self._record.ranks), self._services
+        if len(nodes) < 2 or services.cache is not None or not in_bucket(services.config.storage_root or ""):
+            return
+        for info in self._record.nodes:
+            if info.node in nodes and info.node != self.node:
+                services.connect(info, self._job.job)
+        self.passing = services.passings.begin(self._job.job, restore, self.node, nodes)
 
     def held(self, snapshot: SnapshotId, rank: int) -> Slot | None:
         return self._job.held(snapshot, rank)
@@ -156,6 +169,8 @@ class RebuildHost:
             self._job.local_slots.returned(slot)
 
     async def release(self) -> None:
+        if self.passing is not None:
+            await self.passing.ended()
         while self._making:
             await asyncio.wait(self._making)
         for slot in list(self._lent):

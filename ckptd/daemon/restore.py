@@ -99,6 +99,8 @@ class Restore:
             for rank in do.ranks:
                 self._tell(rank, wire.Opened(do.record.number, do.round, None, list(do.errors)))
             return  # Ready follows with FinishRestore, when every node is in the epoch
+        if do.durable:
+            host.pass_on(f"{do.record.number}/{do.round}/{do.record.nonce}")
         if do.errors:
             log.warning("job=%s epoch=%d restores %s: %s", self._job.job, do.record.number, do.snapshot, "; ".join(do.errors))
         self._spawn(self._offer(self._round), "offer")

@@ -46,6 +46,7 @@ from ckptd.protect.map_parts import MapParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
+from ckptd.recover.passing import Passings
 from ckptd.thread_pool import ThreadPool
 from ckptd.units import format_bytes
 from ckptd.wire.control import ControlLink
@@ -149,7 +150,7 @@ class Daemon:
             ),
             fetcher=fetcher,
             pacer=pacer,
-            cards=cards, map_parts=map_parts, holdings=Holdings(self._send),
+            cards=cards, map_parts=map_parts, holdings=Holdings(self._send), passings=Passings(self.transport, self._send),
             parity=ParityMaker(config.node_id, self.arena, fetcher, cards, work),
             storage=storage, cache=open_cache(config, self.health),
             health=self.health,
@@ -364,6 +365,7 @@ class Daemon:
             or services.cards.on_message(node, job, message)
             or services.map_parts.on_message(node, job, message)
             or services.holdings.on_message(node, job, message)
+            or services.passings.on_message(node, job, message)
             or self.forget.on_message(node, job, message)
         ):
             self.status.on_message(node, job, message)
@@ -400,6 +402,7 @@ class Daemon:
         await self.control.stop()
         self.services.replicator.close()
         self.services.fetcher.close()
+        self.services.passings.close()
         self.transport.close()
         services = self.services
         for pool in (

@@ -30,6 +30,7 @@ from ckptd.protect.map_parts import MapParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.parity import ParityMaker
 from ckptd.protect.replicate import Replicator
+from ckptd.recover.passing import Passings
 from ckptd.wire.complaints import Complaints
 from ckptd.wire.memfd import read_memfd_object
 
@@ -55,6 +56,7 @@ class Services:
     cards: Cards
     map_parts: MapParts
     holdings: Holdings
+    passings: Passings
     parity: ParityMaker
     storage: Storage | None
     cache: Cache | None

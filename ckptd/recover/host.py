@@ -15,6 +15,7 @@ from ckptd.core.state_map.layout import Layout
 from ckptd.persist.reader import Checkpoint
 from ckptd.protect.columns import Columns
 from ckptd.protect.fetched import Fetched
+from ckptd.recover.passing import Passing
 
 
 class Unrecoverable(CkptdError):
@@ -30,6 +31,7 @@ class Host(Protocol):
 
     node: str
     executor: Executor
+    passing: Passing | None  # what is read from storage, from and to other nodes
 
     def held(self, snapshot: SnapshotId, rank: int) -> Slot | None: ...
     def damaged(self, slot: Slot, record: SlotRecord, reason: str) -> None: ...

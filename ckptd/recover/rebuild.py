@@ -69,7 +69,7 @@ class Rebuild:
         self._left_out = LeftOut()
         self._by_parity = ByParity(host, do.snapshot, (), {}, self._left_out)
         self._threads = Threads(host.executor)
-        self._stored = Stored(do.durable, self._open, lambda error: host.unreadable(self._snapshot, error))
+        self._stored = Stored(do.durable, self._open, lambda error: host.unreadable(self._snapshot, error), host.passing)
         self._index: tuple[object, set[str], SourceIndex] | None = None  # what was left out; what is left, of these keys
         self._objects: dict[int, dict[str, bytes]] = {}
         self._pools: list[Blobs] = []
@@ -368,9 +368,11 @@ class Rebuild:
     ) -> bool:
         """shared: nothing else is going to be fetched into this memory."""
         if origin.source == DURABLE:
-            nbytes = await self._stored.read(group, into, shared=shared)
-            assembly.came_from(DURABLE, OWN, len(into) - nbytes if nbytes is not None else 0)
-            return nbytes is not None
+            came = await self._stored.read(group, into, shared=shared)
+            if came is not None:
+                assembly.came_from(DURABLE, OWN, came.own)
+                assembly.came_from(DURABLE, PEER, came.peer)
+            return came is not None
         if origin.source == PARITY:
             return await self._by_parity.fetch(origin.rank, group, into)
         layout = next(held.layout for held in self._held if (held.node, held.rank) == origin[1:])

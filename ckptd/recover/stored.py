@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box_index import BoxIndex
 from ckptd.core.state_map.pieces import Piece
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.storage.base import NotFound, StorageError
+from ckptd.recover.passing import Passing, Read
 from ckptd.recover.shared import Shared
 from ckptd.recover.threads import Threads, all_ended
 from ckptd.thread_pool import ThreadPool
@@ -21,17 +22,26 @@ READERS_MAX = 4  # threads reading storage for one restore on this node; the rea
 T = TypeVar("T")
 
 
+class Came(NamedTuple):
+    """Bytes, by where they came from: ``durable`` from storage itself, ``peer`` from a node that had read them there, ``own`` from
+    this node."""
+
+    durable: int
+    peer: int
+    own: int
+
+
 class Stored:
     """``ok``: may be used. False from the first failure on: ``why``. ``failed`` hears of each. ``away``: it was no damage, and
-    may do later."""
+    may do later. ``passing``: from and to other nodes."""
 
     def __init__(
-        self, ok: bool, opens: Callable[[], Checkpoint], failed: Callable[[Exception], None]
+        self, ok: bool, opens: Callable[[], Checkpoint], failed: Callable[[Exception], None], passing: Passing | None = None
     ) -> None:
         self.ok, self.why, self.away = ok, "", False
         self._opens, self._failed = opens, failed
         self._pool = ThreadPool(READERS_MAX, "restore")
-        self._threads, self._shared = Threads(self._pool), Shared(self._pool)
+        self._threads, self._shared, self._passing = Threads(self._pool), Shared(self._pool), passing
         self._checkpoint: Checkpoint | None = None
         self._opening = asyncio.Lock()
 
@@ -61,27 +71,33 @@ class Stored:
         except (CkptdError, OSError):
             return None
 
-    async def read(self, pieces: Iterable[Piece], into: memoryview, *, shared: bool = False) -> int | None:
-        """The pieces one after the other into ``into``. So many bytes of them came from storage, the others from this node; None:
-        something was unreadable, or damaged. shared: what another rank wants, too, is read once; ``into`` is not written again
-        before ``forget()``."""
+    async def read(self, pieces: Iterable[Piece], into: memoryview, *, shared: bool = False) -> Came | None:
+        """The pieces one after the other into ``into``. None: something was unreadable, or damaged. shared: what others want, too,
+        is read once; ``into`` is not written again before ``forget()``."""
         wanted, at, fills = [*pieces], 0, []
         known: list[int] = []  # bytes that the cache had
+        passed: list[int] = []  # and other nodes
         try:
             whose = await self.call(lambda checkpoint: [checkpoint.owner(piece.key, piece.rank) for piece in wanted])
             for piece, owner in zip(wanted, whose, strict=True):
-                dest = into[at : at + piece.nbytes]
+                dest, key = into[at : at + piece.nbytes], (piece.key, owner, piece.box)
                 read = partial(self._read, piece, dest, known)
-                fills.append(self._shared.fill((piece.key, owner, piece.box), dest, read) if shared else _alone(read))
+                fills.append((key, self._fill(key, dest, read, passed) if shared else _alone(read)))
                 at += piece.nbytes
-            copied = await all_ended(fills)
+            if self._passing is not None:
+                turn = self._passing.turn
+                fills.sort(key=lambda fill: turn(fill[0]))
+            own = sum(await all_ended([fill for _, fill in fills]))
         except (CkptdError, OSError):
             return None
-        return at - sum(known) - sum(piece.nbytes for piece, found in zip(wanted, copied, strict=True) if found)
+        own, peer = own + sum(known), sum(passed)
+        return Came(at - own - peer, peer, own)
 
     async def forget(self) -> None:
         """What was read into is going to be written."""
         await self._shared.forget()
+        if self._passing is not None:
+            await self._passing.forget()
 
     async def ended(self) -> None:
         await self._threads.ended()
@@ -103,13 +119,23 @@ class Stored:
     def _open_now(self) -> None:
         self._checkpoint = self._opens()  # here, so that one is closed even when nobody waits for it any more
 
+    async def _fill(self, key: Hashable, dest: memoryview, read: Read, passed: list[int]) -> int:
+        """So many bytes were copied from another rank's memory here."""
+        return len(dest) if await self._shared.fill(key, dest, partial(self._bring, key, dest, read, passed)) else 0
+
+    async def _bring(self, key: Hashable, dest: memoryview, read: Read, passed: list[int]) -> None:
+        if self._passing is None:
+            await read()
+        elif await self._passing.fill(key, dest, read):
+            passed.append(len(dest))
+
     async def _read(self, piece: Piece, dest: memoryview, known: list[int]) -> None:
         known.append(await self.call(lambda checkpoint: checkpoint.read(piece.key, piece.box, dest, piece.rank)))
 
 
-async def _alone(read: Callable[[], Awaitable[None]]) -> bool:
+async def _alone(read: Read) -> int:
     await read()
-    return False
+    return 0
 
 
 def is_away(error: Exception) -> bool:

@@ -118,6 +118,27 @@ class MapPart:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadAsk:
+    """Of what a restore reads from storage: who reads this value? With a ticket, to whoever does: push me it, once it is read."""
+
+    transfer: str
+    restore: str
+    piece: bytes
+    ticket: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTold:
+    """``reader``: it, which is the asker where nobody was before him; "": nobody here knows. ``ok``: it was pushed, ``sums`` as in
+    FetchDone, of one span; else it is not to be had here."""
+
+    transfer: str
+    ok: bool = False
+    sums: bytes = b""
+    reader: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class HoldingsAsk:
     """What do you hold of this job, and what were you told of it? ``reader``, who is no rank, wants it: keep the newest that
     you were told to be complete, until you hear what he has chosen."""
@@ -193,6 +214,6 @@ class StorageToken:
 
 
 PEER_MESSAGES = (
-    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, MapAsk, MapPart, HoldingsAsk,
-    HoldingsTold, ReadBy, StatusAsk, StatusReply, DrainOrder, DrainReply, ForgetOrder, ForgetReply, StorageToken,
+    ReplicaOffer, ReplicaTicket, ReplicaDone, FetchAsk, FetchDone, FetchBad, CardAsk, Card, MapAsk, MapPart, ReadAsk, ReadTold,
+    HoldingsAsk, HoldingsTold, ReadBy, StatusAsk, StatusReply, DrainOrder, DrainReply, ForgetOrder, ForgetReply, StorageToken,
 )  # fmt: skip

@@ -31,6 +31,7 @@ DAEMON = {
 }  # fmt: skip
 FORGETTING = ("persist.forget.asked", "persist.forget.claimed", "persist.forget.hidden",
               "persist.forget.dropped")  # fmt: skip  # one by one, in cluster/test_job_life.py
+PASSING = ("restore.pass",)  # only between nodes that read a bucket, in cluster/test_bucket.py
 KEEPER = ("keeper.store", "keeper.remove", "keeper.restart")
 CLIENT = ("capture.granted", "capture.tensor", "capture.helping", "capture.sealing", "capture.sealed",
           "restore.load", "restore.loaded")  # fmt: skip
@@ -54,4 +55,4 @@ def _names(path: Path) -> list[str]:
 
 
 def met() -> set[str]:
-    return {*CLIENT, *KEEPER, *FORGETTING, *(name for names in DAEMON.values() for name in names)}
+    return {*CLIENT, *KEEPER, *FORGETTING, *PASSING, *(name for names in DAEMON.values() for name in names)}

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from safetensors.numpy import load
 
-from tests.cluster.nodes import Cluster, together
+from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
 from tests.object_server import Fault, ObjectServer
 from tests.waiting import until
 
 JOB = "afar"
+LARGE = 6 * (2 << 20)  # bytes of the values of "wide_ddp" that are worth passing on: two weights and their moments
 
 
 @pytest.mark.chaos
@@ -76,6 +77,58 @@ def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bu
     moved = [row["bytes"] for row in together(again, "last_restore")]
     (one,) = {row["durable"] + row["own"] for row in moved}
     assert sum(row["durable"] for row in moved) == one > 0
+
+
+def in_a_bucket(nodes: Cluster, bucket: str) -> tuple[list[Trainer], str]:
+    """Three nodes with a replica each of a model whose weights and moments are of 2 MiB; step 2 is durable."""
+    world = nodes.world(nodes.several(3, storage_root=bucket, replicas=0), JOB, kind="wide_ddp")
+    together(world, "restore")
+    together(world, "train", steps=2)
+    (digest,) = set(together(world, "digest"))
+    assert all("durable" in str(answer) for answer in together(world, "wait", level="durable"))
+    return world, digest
+
+
+def lost(world: list[Trainer]) -> None:
+    for trainer in world:
+        trainer.kill()
+        trainer.node.kill()
+
+
+def test_what_several_nodes_want_leaves_the_bucket_once(nodes: Cluster, bucket: str) -> None:
+    """P9: of what is worth asking for. Each node reads a part, and passes it on."""
+    world, digest = in_a_bucket(nodes, bucket)
+    lost(world)
+    again = nodes.world(nodes.several(3, storage_root=bucket, replicas=0), JOB, kind="wide_ddp")
+    assert together(again, "restore") == [2] * 3 and together(again, "digest") == [digest] * 3
+    moved = [row["bytes"] for row in together(again, "last_restore")]
+    (whole,) = {sum(row.values()) for row in moved}
+    assert sum(row["peer"] for row in moved) == 2 * LARGE
+    assert sum(row["durable"] for row in moved) == LARGE + 3 * (whole - LARGE)
+    assert all(trainer.node.problems() == {} for trainer in again)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("action", ["error", "kill"])
+def test_a_node_that_fails_while_it_passes_on(nodes: Cluster, bucket: str, action: str) -> None:
+    """P1, P9: what it does not give the others read by themselves; when it dies the next start brings the step."""
+    world, digest = in_a_bucket(nodes, bucket)
+    lost(world)
+    mark = nodes.root / "met"
+    armed = f"restore.pass:{action}" + f"_once={mark}" * (action == "kill")
+    made = [nodes.node(start=False, storage_root=bucket, replicas=0) for _ in range(3)]
+    for node in made:
+        node.start(failpoint=armed)
+    again = nodes.world(made, JOB, kind="wide_ddp")
+    restored = together(again, "restore")
+    if action == "error":
+        assert restored == [2] * 3
+        assert sum(row["bytes"]["peer"] for row in together(again, "last_restore")) == 0
+    else:
+        assert mark.exists() and all(isinstance(answer, TrainerError) for answer in restored), restored
+        again = nodes.again(again)
+        assert together(again, "restore") == [2] * 3
+    assert together(again, "digest") == [digest] * 3
 
 
 def test_what_a_restore_has_read_is_there_for_the_next(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:

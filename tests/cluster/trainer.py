@@ -68,7 +68,7 @@ class Run:
     def _begin(self, job: str, kind: str) -> None:
         torch.manual_seed(1)
         wide = 32 * WIDTH
-        widths = {"other": 2 * WIDTH, "wide": wide, "wide_fsdp": wide, "shapes": (1 + self.rank) * WIDTH}
+        widths = {"other": 2 * WIDTH, "wide": wide, "wide_fsdp": wide, "wide_ddp": 4 * wide, "shapes": (1 + self.rank) * WIDTH}
         width = widths.get(kind, WIDTH)
         out = FROZEN if kind.startswith("adapters") else WIDTH
         self.bare: nn.Module = nn.Sequential(
@@ -108,9 +108,9 @@ class Run:
         self._begin(job, kind)
 
     def _wrap(self, kind: str) -> nn.Module:
-        if self.world == 1 or kind not in ("ddp", "fsdp", "wide_fsdp", "adapters_fsdp", *OWN_DATA):
+        if self.world == 1 or kind not in ("ddp", "wide_ddp", "fsdp", "wide_fsdp", "adapters_fsdp", *OWN_DATA):
             return self.bare
-        if kind == "ddp":
+        if kind.endswith("ddp"):
             return nn.parallel.DistributedDataParallel(self.bare)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

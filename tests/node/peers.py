@@ -16,6 +16,7 @@ from ckptd.protect.fetch import Fetcher
 from ckptd.protect.frozen import FrozenParts
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.replicate import Replicator
+from ckptd.recover.passing import Passings
 from ckptd.wire.bulk import Ticket
 from ckptd.wire.codec import decode, encode
 from ckptd.wire.keys import ClusterKey
@@ -46,7 +47,8 @@ class Post:
         peer = self.peers.get(to)
         if peer is not None:
             message = decode(data)
-            assert peer.replicator.on_message(sender, job, message) or peer.fetcher.on_message(sender, job, message)
+            rooms = peer.replicator, peer.fetcher, peer.passings
+            assert any(room.on_message(sender, job, message) for room in rooms)
 
     def sent(self, kind: type) -> int:
         return sum(isinstance(message, kind) for message in self.log)
@@ -71,6 +73,7 @@ class Peer:
         self.frozen.find = self._find_frozen
         rooms = self.transport, self.arena, self._send, self.work, self.frozen
         self.replicator = Replicator(*rooms, pacer=self.pacer)
+        self.passings = Passings(self.transport, self._send)
         self.replicator.on_arrived = lambda job, slot: self.arrived.append(slot)
         self.fetcher.held = self._held
         self.fetcher.on_damage = lambda job, slot, reason: self.damage.append(reason)
@@ -119,5 +122,6 @@ class Peer:
         self.transport.close()
         self.replicator.close()
         self.fetcher.close()
+        self.passings.close()
         self.work.shutdown()
         self.arena.close()

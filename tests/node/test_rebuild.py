@@ -59,6 +59,7 @@ class Host:
 
     def __init__(self, arena: Arena) -> None:
         self.executor = ThreadPoolExecutor(2)
+        self.passing = None
         self._arena = arena
         self.slot = arena.allocate(OWN, 3 * MIB)
         fill_and_seal(self.slot, STEP.step, layout=LAYOUT)
