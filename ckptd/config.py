@@ -220,6 +220,9 @@ class Config(BaseSettings):
     compress: bool = _set(
         False, "durable", "what becomes smaller by it is compressed; stock readers do not see it, `ckptd export` does"
     )
+    row_deltas: Annotated[tuple[str, ...], NoDecode] = _set(
+        (), "durable", "large tables (embeddings) of which only the rows that changed are written", "patterns of keys, by commas"
+    )
     consolidate: bool = _set(
         False, "durable", "checkpoints that stay for good get their parameters as whole tensors beside them"
     )
@@ -322,7 +325,7 @@ class Config(BaseSettings):
         parse_budget(str(value), machine_memory_bytes())
         return str(value)
 
-    @field_validator("http_users", mode="before")
+    @field_validator("http_users", "row_deltas", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
         return (

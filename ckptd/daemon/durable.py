@@ -137,7 +137,7 @@ class Durable:
                     call = partial(
                         write_pieces, storage, self._job.job, do.snapshot, do.attempt, self._services.node.node,
                         pieces, write.cancelled, per_rank=do.per_rank, dedup=self._services.config.dedup,
-                        compress=self._services.config.compress, pace=pace,
+                        compress=self._services.config.compress, row_deltas=self._services.config.row_deltas, pace=pace,
                     )  # fmt: skip
                     report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""

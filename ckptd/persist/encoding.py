@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.dtypes import ITEMSIZE
-from ckptd.persist import quantized
-from ckptd.persist.index import QUANTIZED, RAW, SHUFFLED_ZSTD
+from ckptd.persist import quantized, rows
+from ckptd.persist.files import OpenFiles
+from ckptd.persist.index import QUANTIZED, RAW, ROWS, SHUFFLED_ZSTD
 from ckptd.persist.quantized import Quantizer
 from ckptd.persist.ranges import StoredChunk
 from ckptd.persist.stream import fill_range
@@ -30,6 +31,8 @@ LEVEL = 1  # of zstd: a flush is as quick as the storage is
 PAYS_RATIO = 0.9  # encoded size in values' size, at most
 SAMPLES, SAMPLE_VALUES = 4, 16 << 10  # of a chunk, before it is known whether encoding pays
 HINT = "pip install 'ckptd[compress]'"
+Frame: TypeAlias = "bytes | memoryview"
+Coder: TypeAlias = "Callable[[OutChunk, memoryview], tuple[Frame, int]]"  # chunk, its values: what is written, and the codec
 
 
 def available() -> None:
@@ -82,21 +85,23 @@ def pays(chunk: OutChunk) -> bool:
     return found <= PAYS_RATIO * len(turned) * size * item
 
 
+def compressed(chunk: OutChunk, values: memoryview) -> tuple[Frame, int]:
+    frame = encode(values, chunk.itemsize)
+    return (frame, SHUFFLED_ZSTD) if len(frame) <= PAYS_RATIO * len(values) else (values, RAW)
+
+
+def quantised(by: Quantizer, chunk: OutChunk, values: memoryview) -> tuple[Frame, int]:
+    frame = by.encode(chunk.key, values, chunk.dtype, width_of(chunk.box))
+    return (values, RAW) if frame is None else (frame, QUANTIZED)
+
+
 def write_encoded(
-    chunk: OutChunk, out: FileWriter, tick: Callable[[int], None], quantizer: Quantizer | None = None
+    chunk: OutChunk, out: FileWriter, tick: Callable[[int], None], code: Coder
 ) -> tuple[bytes, int, int]:
     """Append it; the sums of its blocks as they lie there, their bytes, the codec. Raises as ``write_chunk``."""
-    values = _values(chunk, 0, chunk.box.volume)
-    frame, codec = values, RAW
-    if quantizer is not None:
-        found = quantizer.encode(chunk.key, values, chunk.dtype, width_of(chunk.box))
-        frame, codec = (values, RAW) if found is None else (memoryview(found), QUANTIZED)
-    else:
-        shuffled = encode(values, chunk.itemsize)
-        if len(shuffled) <= PAYS_RATIO * len(values):
-            frame, codec = memoryview(shuffled), SHUFFLED_ZSTD
+    frame, codec = code(chunk, _values(chunk, 0, chunk.box.volume))
     sums = RunningSums()
-    sums.update(frame)
+    sums.update(memoryview(frame))
     out.write(frame)
     tick(chunk.nbytes)
     return sums.finish(), len(frame), codec
@@ -111,8 +116,9 @@ def _values(chunk: OutChunk, start: int, stop: int) -> memoryview:
 class EncodedChunk:
     """As StoredChunk, of its values. They are decoded once, for all that is read of them through this."""
 
-    def __init__(self, stored: StoredChunk, codec: int, dtype: str, box: Box) -> None:
-        self._stored, self._codec, self._dtype, self._box = stored, codec, dtype, box
+    def __init__(self, stored: StoredChunk, codec: int, dtype: str, box: Box, files: OpenFiles) -> None:
+        """files: of the checkpoint, where a chunk may need another one's bytes."""
+        self._stored, self._codec, self._dtype, self._box, self._files = stored, codec, dtype, box, files
 
     def read(self, start: int, dest: memoryview) -> int:
         """As StoredChunk's. Raises FileDamage, StorageError; CkptdError: the library is not there."""
@@ -130,10 +136,18 @@ class EncodedChunk:
         try:
             if self._codec == QUANTIZED:
                 return quantized.decode(frame, self._dtype, width_of(self._box), nbytes), known
+            if self._codec == ROWS:
+                return rows.decode(frame, self._box, item, self._base), known
             available()
             return decode(frame, item, nbytes), known
         except ValueError as error:
             raise FileDamage(f"{self._stored.name} cannot be decoded: {error}", where=self._stored.where) from error
+
+
+    def _base(self, place: rows.Place, nbytes: int) -> memoryview:
+        frame = memoryview(bytearray(nbytes))
+        self._files.part_of(place.path, self._stored.name, place.at, nbytes, place.block).read(0, frame)
+        return frame
 
 
 def bytes_to_be(chunk: OutChunk, quantizer: Quantizer | None) -> int:

@@ -33,6 +33,7 @@ class OpenFiles:
         self._readers: dict[str, FileReader] = {}
         self._cached: dict[int, CachedFile] = {}
         self._sums: dict[int, bytes] = {}
+        self._numbers: dict[str, int] = {}
 
     def where(self, file: m.DataFile | m.SideFile) -> str:
         return self._storage.locate(self._path(file))
@@ -70,15 +71,33 @@ class OpenFiles:
         side = self._manifest.sides[index]
         return self._open(self._path(side), side.size, _hint(side))
 
-    def chunk(self, name: str, chunk: Chunk) -> StoredChunk:
-        """Everything needed to read ranges of a chunk."""
+    def chunk(self, name: str, chunk: Chunk, *, alone: bool = False) -> StoredChunk:
+        """Everything needed to read ranges of a chunk. alone: its reader is the caller's to close, and nobody else's."""
         sums = self.sums(chunk.file)[
             chunk.block * SUM_BYTES : (chunk.block + block_count(chunk.nbytes)) * SUM_BYTES
         ]
         file = self._manifest.files[chunk.file]
         anew = partial(self._open, self._path(file), file.size, _hint(file))
         place = self.where(file), name, chunk.at, chunk.nbytes
-        return StoredChunk(self.data(chunk.file), anew, *place, sums, _hint(file), self._kept(chunk.file))
+        return StoredChunk(anew() if alone else self.data(chunk.file), anew, *place, sums, _hint(file), self._kept(chunk.file))
+
+    def number_of(self, path: str) -> int:
+        """Of a data file. Raises FileDamage: the manifest names none of this path."""
+        with self._lock:
+            if not self._numbers:
+                self._numbers = {file.path: number for number, file in enumerate(self._manifest.files)}
+            number = self._numbers.get(path)
+        if number is None:
+            raise FileDamage(f"rows of {path}, which the manifest does not name", where=self._storage.locate(self._directory))
+        return number
+
+    def part_of(self, path: str, name: str, at: int, nbytes: int, block: int, *, alone: bool = False) -> StoredChunk:
+        """Bytes of a file that are no chunk of this checkpoint; ``alone`` as of a chunk. Raises FileDamage: it has not so many."""
+        number = self.number_of(path)
+        file = self._manifest.files[number]
+        if at + nbytes > file.size or block + block_count(nbytes) > file.blocks:
+            raise FileDamage(f"rows beyond the end of {path}", where=self.where(file), hint=_hint(file))
+        return self.chunk(name, Chunk(number, at, nbytes, block, (), ()), alone=alone)
 
     def _kept(self, index: int) -> CachedFile | None:
         """Its copy in the cache, if there is one."""

@@ -26,8 +26,8 @@ _TENSOR = ("dtype", "role", "rank", "dims")  # one number per tensor
 _CHUNK = ("tensor", "file", "at", "nbytes", "block")  # one per chunk
 _SPREAD = ("shape", "offsets", "sizes")  # per tensor, per chunk, per chunk as many as the tensor has dimensions
 CODEC = "codec"  # one per chunk, may be missing: RAW everywhere
-RAW, SHUFFLED_ZSTD, QUANTIZED = 0, 1, 2  # codecs: the bytes themselves, encoding.py's, quantized.py's
-CODEC_MAX = QUANTIZED
+RAW, SHUFFLED_ZSTD, QUANTIZED, ROWS = 0, 1, 2, 3  # codecs: the bytes themselves, encoding.py's, quantized.py's, rows.py's
+CODEC_MAX = ROWS
 ENCODED_BYTES_MAX = 8 << 20  # of the values of a chunk that is encoded: a reader decodes all of it
 
 Mask = np.ndarray[tuple[int, int], np.dtype[np.bool_]]

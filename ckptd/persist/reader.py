@@ -167,7 +167,7 @@ class Checkpoint:
             inner = intersect(chunk.box, box)
             if inner is not None:
                 stored = self.files.chunk(tensor.name, chunk)
-                found = EncodedChunk(stored, chunk.codec, tensor.dtype, chunk.box) if chunk.codec else stored
+                found = EncodedChunk(stored, chunk.codec, tensor.dtype, chunk.box, self.files) if chunk.codec else stored
                 known += self._read_part(found, chunk.box, inner, box, target, item)
         return known
 
@@ -188,6 +188,10 @@ class Checkpoint:
     def owner(self, key: str, rank: int | None) -> int | None:
         """Whose value ``read`` takes for this rank: None is everybody's. Raises CkptdError: no such tensor."""
         return self.index.tensor_at(self._tensor(key, rank)).rank
+
+    def holder_of(self, file: m.DataFile) -> SnapshotId:
+        """In whose directory it lies."""
+        return file.of or SnapshotId(*self.manifest.snapshot.at)  # storage does not know grants
 
     @property
     def where(self) -> str:

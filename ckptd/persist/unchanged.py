@@ -15,7 +15,6 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.core.retention import doubted
 from ckptd.core.state_map.layout import BLOCK_BYTES
-from ckptd.persist import manifest as m
 from ckptd.persist.commits import list_commits
 from ckptd.persist.index import RAW, Chunk
 from ckptd.persist.names import step_dir, writer_of
@@ -38,10 +37,7 @@ def unchanged(
 ) -> tuple[list[OutChunk], list[KeptFile]]:
     """(what is to be written, what lies in older checkpoints) of chunks as they would be written. ``check`` is called before each,
     and raises to stop. Raises SlotDamage, StorageError; where no older checkpoint can be read, all is to be written."""
-    commits = list_commits(storage, job)
-    without = doubted(commits)
-    older = [info.snapshot for info in commits if info.snapshot not in without and info.snapshot.at != snapshot.at]
-    checkpoint = _opened(storage, step_dir(job, older[-1])) if older else None
+    checkpoint, without = newest_before(storage, job, snapshot)
     if checkpoint is None:
         return list(chunks), []
     with checkpoint:
@@ -50,6 +46,14 @@ def unchanged(
         except FileDamage as error:
             log.warning("job=%s step %d is written whole, not only what changed: %s", job, snapshot.step, error)
             return list(chunks), []
+
+
+def newest_before(storage: Storage, job: str, snapshot: SnapshotId) -> tuple[Checkpoint | None, Collection[SnapshotId]]:
+    """The newest other checkpoint, open, and which ones are not counted on. Raises StorageError."""
+    commits = list_commits(storage, job)
+    without = doubted(commits)
+    older = [info.snapshot for info in commits if info.snapshot not in without and info.snapshot.at != snapshot.at]
+    return _opened(storage, step_dir(job, older[-1])) if older else None, without
 
 
 def _opened(storage: Storage, directory: str) -> Checkpoint | None:
@@ -85,7 +89,7 @@ class _Comparison:
             self._checkpoint.files.data(number)
             self._checkpoint.files.done(number)
         files = ((self._manifest.files[number], of_it) for number, of_it in sorted(rows.items()))
-        return changed, [kept_file(self._of(file), self._manifest, file, of_it) for file, of_it in files]
+        return changed, [kept_file(self._checkpoint.holder_of(file), self._manifest, file, of_it) for file, of_it in files]
 
     def _find(self, chunk: OutChunk) -> Chunk | None:
         """Where the same bytes lie as the same box of the same tensor."""
@@ -114,11 +118,7 @@ class _Comparison:
         return True
 
     def _lies_in(self, its: Chunk) -> SnapshotId:
-        return self._of(self._manifest.files[its.file])
-
-    def _of(self, file: m.DataFile) -> SnapshotId:
-        own = SnapshotId(*self._manifest.snapshot.at)  # storage does not know grants
-        return file.of or own
+        return self._checkpoint.holder_of(self._manifest.files[its.file])
 
     def _worth(self, found: Sequence[Chunk]) -> set[SnapshotId]:
         """Checkpoints of which this writer needs so much that they may stay for it."""
@@ -129,7 +129,7 @@ class _Comparison:
         for of, nbytes in needed.items():
             if of in self._without:
                 continue
-            theirs = [file for file in self._manifest.files if self._of(file) == of]
+            theirs = [file for file in self._manifest.files if self._checkpoint.holder_of(file) == of]
             writers = {writer_of(file.path) for file in theirs}
             if nbytes * len(writers) >= KEPT_SHARE_MIN * sum(file.size for file in theirs):
                 worth.add(of)

@@ -16,8 +16,10 @@ from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box, uncovered
+from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist import manifest as m
-from ckptd.persist.index import Chunk, Tensor
+from ckptd.persist import rows
+from ckptd.persist.index import ROWS, Chunk, Tensor
 from ckptd.persist.names import DAMAGED, DATA, READ, step_dir, writer_of
 from ckptd.persist.reader import SEGMENT_BYTES, Checkpoint
 from ckptd.persist.side import check_side
@@ -126,10 +128,12 @@ class _Pass:
         self._total = sum(file.size for file in self._manifest.files)
         self._total += sum(side.size for side in self._manifest.sides)
         self._lock = threading.Lock()
+        self._trusted: Collection[SnapshotId] | None = None  # None: all older ones
         self._rows: dict[int, list[tuple[Tensor, Chunk]]] = {}
 
     def run(self, known: Collection[str], trusted: Collection[SnapshotId]) -> None:
         report, manifest, index = self._report, self._manifest, self._checkpoint.index
+        self._trusted = trusted
         report.files, report.tensors = len(manifest.files) + len(manifest.sides), len(index.dims)
         self._try(self._strangers)
         for at, tensor in enumerate(index.tensors()):
@@ -230,6 +234,30 @@ class _Pass:
             part = buffer[: min(SEGMENT_BYTES, chunk.nbytes - at)]
             self._try(stored.read, at, part, of=self._manifest.files[chunk.file].of)
             self._count(len(part))
+        if chunk.codec == ROWS:
+            self._base(tensor, chunk)
+
+    def _base(self, tensor: Tensor, chunk: Chunk) -> None:
+        """Of rows that changed the whole ones, which are no chunk of this checkpoint; not of checkpoints that are trusted."""
+        if self._trusted is None:
+            return
+        files, head = self._checkpoint.files, memoryview(bytearray(min(chunk.nbytes, rows.HEAD_BYTES_MAX)))
+        files.chunk(tensor.name, chunk).read(0, head)
+        try:
+            place = rows.place_in(head)
+        except ValueError as error:
+            raise FileDamage(f"{tensor.name}: {error}", where=files.where(self._manifest.files[chunk.file])) from error
+        if place is None:
+            return
+        of = self._manifest.files[files.number_of(place.path)].of
+        if of in self._trusted:
+            return
+        nbytes = rows.whole_of(chunk.box, ITEMSIZE[tensor.dtype])
+        base = files.part_of(place.path, tensor.name, place.at, nbytes, place.block, alone=True)
+        buffer = memoryview(bytearray(min(SEGMENT_BYTES, nbytes)))
+        with contextlib.closing(base.reader):
+            for at in range(0, nbytes, SEGMENT_BYTES):
+                self._try(base.read, at, buffer[: min(SEGMENT_BYTES, nbytes - at)], of=of)
 
 
 def _covered(tensor: Tensor, chunks: list[Chunk]) -> None:

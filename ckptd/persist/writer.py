@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckptd.core.errors import CkptdError
 from ckptd.core.failpoint import failpoint
 from ckptd.core.ids import SnapshotId
-from ckptd.persist.encoding import available, bytes_to_be, pays, write_encoded
+from ckptd.persist.encoding import Coder, available, bytes_to_be, compressed, pays, quantised, write_encoded
 from ckptd.persist.index import ENCODED_BYTES_MAX, RAW
 from ckptd.persist.names import DATA, ENCODED, SIDE, attempt_dir, file_stem
 from ckptd.persist.packing import FILE_BYTES_MAX, Package, cut, header, pack, pack_encoded
@@ -29,6 +29,7 @@ from ckptd.persist.report import (
     WrittenSide,
     encode,
 )
+from ckptd.persist.row_deltas import RowDeltas
 from ckptd.persist.side import SideWriter
 from ckptd.persist.storage.base import Storage, StorageError, SyncFailed, storage_error
 from ckptd.persist.stream import write_chunk
@@ -76,6 +77,7 @@ def write_pieces(
     per_rank: Collection[str] = (),
     dedup: bool = False,
     compress: bool = False,
+    row_deltas: Collection[str] = (),
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
 ) -> bytes:
@@ -83,8 +85,9 @@ def write_pieces(
     each few MiB, so that the next ones wait.
 
     per_rank: "t:key" of slices that differ between ranks in this snapshot. dedup: what an older checkpoint has is not written, but
-    named. compress: what becomes smaller is encoded. Raises SlotDamage (quarantine that slot), Cancelled, StorageError; whatever it
-    raises, its files are deleted unless the storage itself refuses.
+    named. compress: what becomes smaller is encoded. row_deltas: patterns of tables of which the rows that changed are written.
+    Raises SlotDamage (quarantine that slot), Cancelled, StorageError; whatever it raises, its files are deleted unless the storage
+    itself refuses.
     """
 
     def made() -> tuple[list[OutChunk], list[ObjectBlob]]:
@@ -93,8 +96,9 @@ def write_pieces(
     ranks = sorted({held.piece.rank for held in pieces if held.piece.objects})
     place = storage, job, snapshot, attempt, node
     return write_chunks(
-        *place, made, ranks, cancelled, progress, pace=pace, dedup=dedup, compress=compress, bytes_max=bytes_max, threads=threads
-    )
+        *place, made, ranks, cancelled, progress, pace=pace, dedup=dedup, compress=compress, row_deltas=row_deltas,
+        bytes_max=bytes_max, threads=threads,
+    )  # fmt: skip
 
 
 def write_chunks(
@@ -111,6 +115,7 @@ def write_chunks(
     pace: Pace | None = None,
     dedup: bool = False,
     compress: bool = False,
+    row_deltas: Collection[str] = (),
     quantizer: Quantizer | None = None,
     bytes_max: int = FILE_BYTES_MAX,
     threads: int = WRITER_THREADS,
@@ -122,15 +127,22 @@ def write_chunks(
     try:
         chunks, blobs = made()
         kept: list[KeptFile] = []
+        run.ranks, run.quantizer = ranks, quantizer
+        run.tables = RowDeltas(storage, job, snapshot, row_deltas)
         if dedup:
-            chunks, kept = unchanged(storage, job, snapshot, cut(chunks, bytes_max), run.check)
+            tables = [chunk for chunk in chunks if run.tables.wants(chunk)]
+            others = [chunk for chunk in chunks if not run.tables.wants(chunk)]
+            others, kept = unchanged(storage, job, snapshot, cut(others, bytes_max), run.check)
+            chunks = tables + others
         run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
         run.begin(sum(bytes_to_be(chunk, quantizer) - chunk.nbytes for chunk in chunks) + run.total)
-        run.ranks, run.quantizer = ranks, quantizer
         report = run.write(run.packages(chunks, compress, bytes_max, threads), blobs, kept, threads)
     except BaseException:
         run.clean()
         raise
+    finally:
+        if run.tables is not None:
+            run.tables.close()
     failpoint("persist.write.report")
     return encode(report)
 
@@ -161,6 +173,7 @@ class _Run:
         self.total = 0
         self.ranks: list[int] = []
         self.quantizer: Quantizer | None = None
+        self.tables: RowDeltas | None = None
         self._stem = f"{file_stem(node)}-{secrets.token_hex(4)}"  # a repeated order of the same attempt meets no old name
         self._lock = threading.Lock()
         self._names = 0
@@ -179,6 +192,7 @@ class _Run:
         finished = self._data_files(packages, threads)
         written, side = self._durable(SIDE, lambda path: self._side_file(path, finished, blobs))
         failpoint("persist.write.synced")
+        kept = kept + self.tables.kept() if self.tables is not None else kept
         return Report(REPORT_VERSION, self.node, written, side, self.ranks, kept)
 
     def packages(self, chunks: list[OutChunk], compress: bool, bytes_max: int, threads: int) -> list[Package]:
@@ -188,13 +202,15 @@ class _Run:
             available()
         for chunk in chunks:
             self.check()
-            (encoded if self._quantizer_of(chunk) or (compress and pays(chunk)) else plain).append(chunk)
+            (encoded if self._coder_of(chunk) or (compress and pays(chunk)) else plain).append(chunk)
         found = pack(plain, bytes_max=bytes_max, writers=threads)
         return found + pack_encoded(encoded, ENCODED_BYTES_MAX, bytes_max=bytes_max, writers=threads)
 
-    def _quantizer_of(self, chunk: OutChunk) -> Quantizer | None:
-        wanted = self.quantizer is not None and self.quantizer.bits(chunk.key, chunk.dtype) is not None
-        return self.quantizer if wanted else None
+    def _coder_of(self, chunk: OutChunk) -> Coder | None:
+        """None: it is not asked for."""
+        if self.quantizer is not None and self.quantizer.bits(chunk.key, chunk.dtype) is not None:
+            return partial(quantised, self.quantizer)
+        return self.tables.encode if self.tables is not None and self.tables.wants(chunk) else None
 
     def clean(self) -> None:
         """Best effort: the storage may be what failed. Old attempts are swept later."""
@@ -248,7 +264,7 @@ class _Run:
             for chunk in package.chunks:
                 at, nbytes, codec = out.position, chunk.nbytes, RAW
                 if package.encoded:
-                    its, nbytes, codec = write_encoded(chunk, out, self._tick, self._quantizer_of(chunk))
+                    its, nbytes, codec = write_encoded(chunk, out, self._tick, self._coder_of(chunk) or compressed)
                 else:
                     its = write_chunk(chunk, out, self._tick)
                 rows.append(chunk.row(at, block, nbytes, codec))

@@ -24,7 +24,7 @@ class Checkpoint:
         self.columns = {name: np.frombuffer(data, kind, rows, at) for name, kind, at, rows in self.manifest["index"]["columns"]}
         self.codec = self.columns.get("codec", np.zeros(len(self.columns["tensor"]), "u1"))
         if self.codec.max(initial=0) > 2:
-            raise ValueError(f"{directory}: chunks of a newer ckptd")
+            raise ValueError(f"{directory}: chunks of a kind that this reader does not know")
         dims, tensor = self.columns["dims"], self.columns["tensor"]
         self.first = np.searchsorted(tensor, np.arange(len(dims) + 1))  # of each tensor's chunks, and the end
         self.shape_at = np.concatenate(([0], np.cumsum(dims, dtype=np.int64)))  # of each tensor's part of `shape`,

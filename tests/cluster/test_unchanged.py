@@ -9,11 +9,13 @@ from typing import Any
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.cluster.test_bad_storage import checkpoint
 from tests.cluster.test_frozen import FROZEN_BYTES, MIB
+from tests.cluster.trainer import ROWS, WIDTH
 from tests.waiting import until
 
 JOB, KIND = "store", "adapters_fsdp"
 PATIENCE_S = 60.0
 STEPS = 4
+TABLE_BYTES = 3 * ROWS * WIDTH * 4  # with its moments
 
 
 def trained(nodes: Cluster, storage: Path, steps: int, **settings: Any) -> tuple[list[Node], list[Trainer], str]:
@@ -57,3 +59,25 @@ def test_only_what_changed_is_written_and_another_world_finds_all_of_it(nodes: C
     assert alone.do("restore") == STEPS
     assert alone.do("digest") == digest
     assert alone.do("last_restore")["bytes"]["durable"] > FROZEN_BYTES
+
+
+def test_of_a_table_the_rows_that_were_looked_up_are_written(nodes: Cluster) -> None:
+    """P1, P9: its moments as well (`row_deltas`); everything dies, and another node has them from storage."""
+    storage = nodes.root / "storage"
+    storage.mkdir()
+    node = nodes.node(storage_root=storage, replicas=0, row_deltas="model.rows*, optimizer.model.rows*", flush_every_steps=1)
+    (trainer,) = nodes.world([node], JOB, kind="table")
+    assert trainer.do("restore") is None
+    for _ in range(STEPS):
+        trainer.do("train", steps=1)
+        assert trainer.do("wait", level="durable", timeout=PATIENCE_S) == "durable"
+    digest = trainer.do("digest")
+    (job,) = node.get("/status")["jobs"]
+    assert TABLE_BYTES < job["written_bytes"] < 1.1 * TABLE_BYTES < STEPS * TABLE_BYTES <= job["flushed_bytes"]
+    newest = json.loads(node.cli("ls", storage, "--json").stdout)["rows"][0]
+    assert (newest["step"], newest["of"]) == (STEPS, ["step 1"])
+    assert node.cli("verify", storage).returncode == 0
+    trainer.kill()
+    node.kill()
+    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="table")
+    assert alone.do("restore") == STEPS and alone.do("digest") == digest

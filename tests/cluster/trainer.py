@@ -28,6 +28,7 @@ from ckptd.core import failpoint
 from tests.cluster.zero import Zero
 
 WIDTH = 64
+ROWS = 40_000  # of a table: 10 MiB, and two moments
 FROZEN = 1024
 STEP_S = 0.002
 MANY = 600
@@ -58,6 +59,17 @@ class Many(nn.Module):
         return torch.stack([layer.mean() for layer in self.layers]).sum() * x
 
 
+class Table(nn.Module):
+    """An embedding, of which each step looks up a few rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(ROWS, WIDTH, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows((x[:, 0].abs() * 1e6).long() % ROWS)
+
+
 class Run:
     def __init__(self, job: str, kind: str) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -82,8 +94,12 @@ class Run:
             self.bare.append(nn.Linear(FROZEN, WIDTH))
         if kind == "many":
             self.bare = Many(MANY)
+        if kind == "table":
+            self.bare = Table()
         self.model = self._wrap(kind)
         self.optimizer: Any = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
+        if kind == "table":
+            self.optimizer = torch.optim.SparseAdam(self.model.parameters(), lr=1e-3)
         self.loader = Loader()
         self.kind = kind
         self.step = 0
@@ -284,7 +300,7 @@ class Run:
         found = hashlib.sha256()
         tensors = dict(self.model.state_dict())
         for index, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{index}.{name}": value for name, value in state.items()}
+            tensors |= {f"{index}.{name}": torch.as_tensor(value) for name, value in state.items()}
         for name in sorted(tensors):
             value = tensors[name]
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value

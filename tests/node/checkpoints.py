@@ -161,6 +161,7 @@ def write_all(
     *,
     dedup: bool = False,
     compress: bool = False,
+    row_deltas: Sequence[str] = (),
 ) -> list[bytes]:
     storage_order = orders(world, nodes).items()
     return [
@@ -176,6 +177,7 @@ def write_all(
             bytes_max=bytes_max,
             dedup=dedup,
             compress=compress,
+            row_deltas=row_deltas,
         )
         for node, pieces in storage_order
     ]
@@ -204,8 +206,9 @@ def save(
     keep: bool = False,
     dedup: bool = False,
     compress: bool = False,
+    row_deltas: Sequence[str] = (),
 ) -> None:
-    reports = write_all(storage, world, snapshot, attempt, dedup=dedup, compress=compress)
+    reports = write_all(storage, world, snapshot, attempt, dedup=dedup, compress=compress, row_deltas=row_deltas)
     commit_all(storage, world, snapshot, reports, attempt, keep=keep)
 
 

@@ -56,7 +56,10 @@ def tensors_of(directory: Path) -> dict[tuple[str, int | None], np.ndarray]:
         data = chunk_of(directory, manifest, *(columns[name][row] for name in ("file", "at", "nbytes", "block")))
         if "codec" in columns and columns["codec"][row]:
             dtype = names["dtypes"][columns["dtype"][index]]
-            data = dequantised(data, sizes, dtype) if columns["codec"][row] == 2 else decoded(data, item)
+            if columns["codec"][row] == 3:
+                data = rows_in(directory, manifest, data, sizes, item)
+            else:
+                data = dequantised(data, sizes, dtype) if columns["codec"][row] == 2 else decoded(data, item)
         place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
         wholes[index][place] = np.frombuffer(data, np.uint8).reshape(*sizes, item)
     owners = [rank - 1 if rank else None for rank in columns["rank"]]
@@ -66,7 +69,7 @@ def tensors_of(directory: Path) -> dict[tuple[str, int | None], np.ndarray]:
 def chunk_of(directory: Path, manifest: dict[str, Any], file: int, at: int, nbytes: int, block: int) -> bytes:
     """Section 3, "Reading a box": every block against its sum in the side file."""
     facts = manifest["files"][file]
-    content = (directory / facts["path"]).read_bytes()
+    content = (place_of(directory, facts) / facts["path"]).read_bytes()
     assert len(content) == facts["size"]
     assert sum_of(content[: facts["data_start"]]) == facts["header_sum"]
     (length,) = struct.unpack("<Q", content[:8])
@@ -79,6 +82,35 @@ def chunk_of(directory: Path, manifest: dict[str, Any], file: int, at: int, nbyt
         found = sum_of(data[index * BLOCK : (index + 1) * BLOCK])
         assert found == sums[16 * (block + index) : 16 * (block + index + 1)].hex()
     return data
+
+
+def place_of(directory: Path, facts: dict[str, Any]) -> Path:
+    """Section 3, ``of``."""
+    of = facts.get("of")
+    return directory.parent.parent / f"epoch-{of['epoch']:06}" / f"step-{of['step']:010}" if of else directory
+
+
+def rows_in(directory: Path, manifest: dict[str, Any], frame: bytes, sizes: list[int], item: int) -> bytes:
+    """Section 2, "Rows that changed": row by row."""
+    width, count = sizes[-1] * item, struct.unpack("<I", frame[4:8])[0]
+    rows = math.prod(sizes[:-1])
+    if frame[0] == 0:
+        assert count == rows and len(frame) == 8 + rows * (16 + width)
+        table = frame[8 + 16 * rows :]
+        for row in range(rows):
+            assert sum_of(table[row * width : (row + 1) * width]) == frame[8 + 16 * row : 24 + 16 * row].hex()
+        return table
+    assert frame[0] == 1
+    at, block, _, length = struct.unpack("<QIIH", frame[8:26])
+    path, frame = frame[32 : 32 + length].decode(), frame[32 + length :]
+    (file,) = (number for number, facts in enumerate(manifest["files"]) if facts["path"] == path)
+    base = chunk_of(directory, manifest, file, at, 8 + rows * (16 + width), block)
+    assert base[0] == 0
+    found = bytearray(rows_in(directory, manifest, base, sizes, item))
+    assert len(frame) == count * (4 + width)
+    for number, row in enumerate(struct.unpack(f"<{count}I", frame[: 4 * count])):
+        found[row * width : (row + 1) * width] = frame[4 * count + number * width :][:width]
+    return bytes(found)
 
 
 def decoded(frame: bytes, item: int) -> bytes:
@@ -113,7 +145,7 @@ def dequantised(frame: bytes, sizes: list[int], dtype: str) -> bytes:
 def side_of(directory: Path, manifest: dict[str, Any], index: int) -> bytes:
     """Section 5."""
     facts = manifest["sides"][index]
-    data = (directory / facts["path"]).read_bytes()
+    data = (place_of(directory, facts) / facts["path"]).read_bytes()
     assert len(data) == facts["size"]
     assert data[:16] == b"CKPTSIDE" + struct.pack("<II", 1, 0)
     assert sum_of(data[:-16]) == data[-16:].hex() == facts["sum"]
