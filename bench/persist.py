@@ -4,6 +4,7 @@ bucket. Verification is on.
 python -m bench.persist --directory /mnt/checkpoints --json out.json
 python -m bench.persist --storage s3://bench/run        # AWS_ENDPOINT_URL, or a server of the bench's own
 python -m bench.persist --compress                      # beside the same without, of numbers as a trained layer's
+python -m bench.persist --frozen 0.9                    # dedup, where so much of the state does not train, beside the same without
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +29,7 @@ from bench import object_server
 from bench.common import Report, Row, arguments, interleave
 from bench.state import JOB, make_arena, sealed_slot
 from ckptd.arena.arena import Slot
-from ckptd.core.ids import EpochRecord, NodeInfo, SnapshotId
+from ckptd.core.ids import EpochRecord, NodeInfo
 from ckptd.core.protocol.messages import WritePiece
 from ckptd.core.state_map.box import Box
 from ckptd.persist.commit import commit
@@ -44,7 +46,6 @@ CHUNK_BYTES = 8 << 20
 FLUSH_FLOOR, READ_FLOOR = 0.6, 0.6
 BUCKET_FLOOR, BUCKET_CPU_FLOOR = 0.85, 1.5
 NODE = NodeInfo("bench", "", "", "bench")
-SNAPSHOT = SnapshotId(1, 1)
 RECORD = EpochRecord(1, "bench", ("bench",), (NODE,))
 
 
@@ -161,16 +162,20 @@ class Bucket:
 
 
 class Flush:
-    def __init__(self, storage: Storage, slot: Slot, *, compress: bool = False) -> None:
-        self._storage, self._slot, self._turn, self._compress = storage, slot, 0, compress
+    def __init__(self, storage: Storage, slot: Slot, *, compress: bool = False, dedup: bool = False) -> None:
+        self._storage, self._slot, self._turn = storage, slot, 0
+        self._write = partial(write_pieces, compress=compress, dedup=dedup)
+        assert slot.record is not None
+        self._snapshot = slot.record.snapshot
+        self._place = step_dir(JOB, self._snapshot)
         self.stored_bytes = 0  # of data files, by the last commit
 
     def write(self) -> None:
         self.commit()
         if isinstance(self._storage, PosixStorage):
-            shutil.rmtree(self._storage.locate(step_dir(JOB, SNAPSHOT)))
+            shutil.rmtree(self._storage.locate(self._place))
         else:
-            assert self._storage.hide(step_dir(JOB, SNAPSHOT)) and self._storage.drop(step_dir(JOB, SNAPSHOT))
+            assert self._storage.hide(self._place) and self._storage.drop(self._place)
 
     def commit(self) -> None:
         self._turn += 1
@@ -179,9 +184,9 @@ class Flush:
         piece = WritePiece(0, record.layout.layout_id, None, True)
         held = HeldPiece(piece, self._slot.payload, record)
         attempt = f"bench{self._turn}"
-        report = write_pieces(self._storage, JOB, SNAPSHOT, attempt, "bench", [held], threading.Event(), compress=self._compress)
+        report = self._write(self._storage, JOB, self._snapshot, attempt, "bench", [held], threading.Event())
         self.stored_bytes = sum(file.size for file in decode(report).files)
-        commit(self._storage, JOB, SNAPSHOT, attempt, RECORD, [report], {0: record.layout}, (), False)
+        commit(self._storage, JOB, self._snapshot, attempt, RECORD, [report], {0: record.layout}, (), False)
 
     def prove(self) -> None:
         """What was measured is a checkpoint: everything comes back bit by bit."""
@@ -201,13 +206,13 @@ class Flush:
     def read(self) -> None:
         """Into the slot it was written from."""
         if isinstance(self._storage, PosixStorage):
-            for path in Path(self._storage.locate(step_dir(JOB, SNAPSHOT))).iterdir():
+            for path in Path(self._storage.locate(self._place)).iterdir():
                 fd = os.open(path, os.O_RDONLY)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(fd)
         record = self._slot.record
         assert record is not None
-        with Checkpoint.open(self._storage, JOB, SNAPSHOT) as checkpoint:
+        with Checkpoint.open(self._storage, JOB, self._snapshot) as checkpoint:
             for fragment, dest in zip(record.layout.fragments, self._fragments(), strict=True):
                 checkpoint.read(fragment.key, Box.whole(fragment.shape), dest)
 
@@ -248,21 +253,21 @@ def compare(report: Report, limit: Limit, flush: Flush, nbytes: int, repeats: in
     flush.prove()
 
 
-def compare_compressed(report: Report, plain: Flush, compressed: Flush, nbytes: int, repeats: int) -> None:
+def compare_smaller(report: Report, plain: Flush, smaller: Flush, how: str, nbytes: int, repeats: int) -> None:
     def both(what: str, calls: Sequence[Callable[[], None]]) -> None:
         timed = [Timed(call) for call in calls]
-        taken = interleave({"plain": timed[0], "compressed": timed[1]}, repeats)
+        taken = interleave({"plain": timed[0], how: timed[1]}, repeats)
         row = report.add(Row(f"{what}, as it is", taken["plain"], nbytes))
-        report.add(Row(f"{what}, compressed", taken["compressed"], nbytes), row)
+        report.add(Row(f"{what}, {how}", taken[how], nbytes), row)
         row = report.add(Row(f"{what}, as it is, processor time", timed[0].cpu, nbytes))
-        report.add(Row(f"{what}, compressed, processor time", timed[1].cpu, nbytes, kind="time"), row)
+        report.add(Row(f"{what}, {how}, processor time", timed[1].cpu, nbytes, kind="time"), row)
 
-    each = (plain, compressed)
+    each = (plain, smaller)
     both("verify, write, sums, commit", [flush.write for flush in each])
     for flush in each:
         flush.commit()
     both("read, verify", [flush.read for flush in each])
-    report.facts["compressed to"] = f"{compressed.stored_bytes / nbytes:.3f}"
+    report.facts[f"{how}: bytes written of state"] = f"{smaller.stored_bytes / nbytes:.3f}"
     for flush in each:
         flush.prove()
 
@@ -273,11 +278,12 @@ def main() -> int:
         __doc__ or "", directory={"type": Path, "default": None},
         storage={"default": None, "metavar": "s3://...", "help": help_text},
         compress={"action": "store_true", "help": "numbers as a trained layer's, compressed, beside the same as they are"},
+        frozen={"type": float, "default": 0.0, "metavar": "SHARE", "help": "of the state that does not train; dedup beside none"},
     )  # fmt: skip
     nbytes = int(args.bytes)
     report = Report("persist: flush and durable read")
     with ExitStack() as ends:
-        arena = make_arena(1, nbytes)
+        arena = make_arena(1 + bool(args.frozen), nbytes)
         slot = sealed_slot(arena, nbytes, trained=args.compress)
         limit: Limit
         if args.storage is not None:
@@ -291,7 +297,15 @@ def main() -> int:
             report.facts["directory"] = str(directory.parent)
         if args.compress:
             other = storage_at(f"{storage.locate('')}-compressed", create=True)
-            compare_compressed(report, Flush(storage, slot), Flush(other, slot, compress=True), nbytes, args.repeats)
+            smaller = Flush(other, slot, compress=True)
+            compare_smaller(report, Flush(storage, slot), smaller, "compressed", nbytes, args.repeats)
+            return report.finish(args.json)
+        if args.frozen:
+            other = storage_at(f"{storage.locate('')}-dedup", create=True)
+            Flush(other, slot).commit()
+            trained = sealed_slot(arena, nbytes, step=2, frozen=args.frozen)
+            smaller = Flush(other, trained, dedup=True)
+            compare_smaller(report, Flush(storage, trained), smaller, "dedup", nbytes, args.repeats)
             return report.finish(args.json)
         compare(report, limit, Flush(storage, slot), nbytes, args.repeats, args.storage is not None)
     return report.finish(args.json)

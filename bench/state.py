@@ -24,9 +24,9 @@ def make_arena(slots: int, nbytes: int) -> Arena:
     return Arena(slots * (nbytes + OBJECTS_BYTES + 2 * META_BYTES), NullKeeper(), incarnation="bench", reserve_bytes=64 << 20)
 
 
-def sealed_slot(arena: Arena, nbytes: int, step: int = 1, *, trained: bool = False) -> Slot:
+def sealed_slot(arena: Arena, nbytes: int, step: int = 1, *, trained: bool = False, frozen: float = 0.0) -> Slot:
     """About ``nbytes`` of float32 tensors, sums made: random bytes, or numbers distributed as a trained layer's are. The memory is
-    warm afterwards."""
+    warm afterwards. frozen: so much of it is as at step 1."""
     count = max(TENSORS_MIN, round(nbytes / TENSOR_BYTES_MAX))
     shape = (max(1, nbytes // count // COLUMNS // 4), COLUMNS)
     items = [
@@ -40,9 +40,10 @@ def sealed_slot(arena: Arena, nbytes: int, step: int = 1, *, trained: bool = Fal
     piece = noise.integers(0, 255, 8 << 20, dtype=np.uint8)
     if trained:
         piece = (noise.standard_normal(2 << 20, np.float32) * np.float32(0.02)).view(np.uint8)
+    base = np.random.default_rng(1).integers(0, 255, len(piece), dtype=np.uint8)
     for at in range(0, len(flat), len(piece)):
         end = min(len(flat), at + len(piece))
-        flat[at:end] = piece[: end - at]
+        flat[at:end] = (base if end <= frozen * len(flat) else piece)[: end - at]
         flat[at] = at % 251  # no two blocks alike
     flat[:OBJECTS_BYTES] = 0
     flat[0] = 0x80  # an empty msgpack map

@@ -46,7 +46,12 @@ def test_a_bucket_of_its_own_runs_to_its_end(tmp_path: Path) -> None:
 
 def test_compressed_beside_as_it_is(tmp_path: Path) -> None:
     told = told_by("persist", tmp_path, "--bytes", "1e7", "--repeats", "1", "--compress")
-    assert len(told["rows"]) == 8 and float(told["facts"]["compressed to"]) < 0.95
+    assert len(told["rows"]) == 8 and float(told["facts"]["compressed: bytes written of state"]) < 0.95
+
+
+def test_a_frozen_base_is_not_written_again(tmp_path: Path) -> None:
+    told = told_by("persist", tmp_path, "--bytes", "1e8", "--repeats", "1", "--frozen", "0.7")
+    assert len(told["rows"]) == 8 and 0.3 <= float(told["facts"]["dedup: bytes written of state"]) <= 0.51, "whole tensors"
 
 
 @pytest.mark.chaos
