@@ -334,6 +334,14 @@ class Config(BaseSettings):
             else value
         )
 
+    @field_validator("row_deltas")
+    @classmethod
+    def _patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            if not pattern or '"' in pattern:
+                raise ValueError(f"{pattern!r} is no pattern of keys: write model.emb*,model.table without brackets or quotes")
+        return patterns
+
     @field_validator("http_users")
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +26,7 @@ from ckptd.persist.commits import list_commits, list_durable, needed_by, shown_o
 from ckptd.persist.forget import delete_forgotten
 from ckptd.persist.lineage import claim_epoch, forgotten_epoch, newest_record
 from ckptd.persist.pieces import HeldPiece
+from ckptd.persist.row_deltas import fit_nothing
 from ckptd.persist.storage.base import AWAY, FULL, Storage
 from ckptd.persist.sums import SlotDamage
 from ckptd.persist.writer import write_pieces
@@ -57,6 +58,7 @@ class Durable:
         self._services, self._job = services, job
         self._writing: dict[str, Write] = {}  # by attempt
         self._hung: set[asyncio.Future[Any]] = set()  # given up, and still at it
+        self._unfit: Sequence[str] = services.config.row_deltas  # patterns, until they were looked at
         self.flushed_bytes = self.written_bytes = 0  # of state, and what it took to store it; here, in this life of the daemon
         self.damaged: set[SnapshotId] = set()  # found here, or marked on storage when it was last listed
         self.read_back = ReadBack(services, job.job, self.was_damaged)
@@ -142,6 +144,7 @@ class Durable:
                     report = await self._in_flush(call, write.given_up)
                 ok, reason = True, ""
                 written = await self.read_back.wrote(do.snapshot, report)
+                self._tell_unfit(report)
                 self.flushed_bytes, self.written_bytes = self.flushed_bytes + moved, self.written_bytes + written
                 self._services.metrics.flushed(self._job.job, self._services.now() - started, moved, written)
                 self._services.health.clear("flush", job=self._job.job)
@@ -165,6 +168,13 @@ class Durable:
             write.cancelled.set()  # the daemon stops: so do the threads
             self._writing.pop(do.attempt, None)
         self._job.feed(ev.FilesWritten(do.snapshot, do.attempt, ok, reason, report))
+
+    def _tell_unfit(self, report: bytes) -> None:
+        """Once: a pattern with a typo changes nothing else, and others may have what fits it."""
+        patterns, self._unfit = self._unfit, ()
+        for pattern in fit_nothing(report, patterns):
+            text = "row_deltas: no table that this node writes fits %s (two dimensions or more, rows of 64 bytes or more)"
+            log.info(f"job=%s {text}", self._job.job, pattern)
 
     def _held(self, do: ins.WriteFiles) -> tuple[list[HeldPiece], int]:
         pieces: list[HeldPiece] = []

@@ -13,7 +13,7 @@ from ckptd.core.state_map.box import Box, disjoint, uncovered
 from ckptd.core.state_map.fragments import Fragment
 from ckptd.core.state_map.layout import BLOCK_BYTES, MAYBE, Layout
 from ckptd.persist import manifest as m
-from ckptd.persist.index import Chunk, Index, Tensor
+from ckptd.persist.index import ROWS, Chunk, Index, Tensor
 from ckptd.persist.names import header_name
 from ckptd.persist.report import Report, WrittenChunk, WrittenObject
 
@@ -68,6 +68,7 @@ def assemble(
         files=files,
         sides=sides,
         without=sorted({pattern for layout in layouts.values() for pattern in layout.without}),
+        rows=_rows(reports),
     )
     try:
         return m.Contents(manifest, Index.of(proven))
@@ -95,8 +96,19 @@ def copied(source: m.Contents, reports: Sequence[Report], attempt: str, lossy: C
         raise CkptdError("the objects that were written are not those of the source", where=f"{manifest.job} {manifest.snapshot}")
     lossy = sorted({*manifest.lossy, *lossy})
     here = {"attempt": attempt, "objects": objects, "files": files, "sides": sides}
-    made = msgspec.structs.replace(manifest, version=m.VERSION, lossy=lossy, **here)
+    made = msgspec.structs.replace(manifest, version=m.VERSION, lossy=lossy, rows=None, **here)
     return m.Contents(made, Index.of(proven))
+
+
+def _rows(reports: Sequence[Report]) -> m.Rows | None:
+    """None also where the writers do not agree: then nothing builds on it."""
+    told = [report.rows for report in reports if report.rows is not None]
+    if not told or any(rows.mixed for rows in told) or len({rows.base for rows in told}) > 1:
+        return None
+    if told[0].base is None:
+        return m.Rows(None, 0)
+    chunks = (chunk for report in reports for file in report.files for chunk in file.chunks)
+    return m.Rows(told[0].base, max(rows.since for rows in told) + sum(chunk.nbytes for chunk in chunks if chunk.codec == ROWS))
 
 
 def _order(item: tuple[_Key, list[Fragment]]) -> tuple[str, int]:

@@ -52,6 +52,14 @@ class ObjectRef(msgspec.Struct, frozen=True):
     sum: str
 
 
+class Rows(msgspec.Struct, frozen=True):
+    """Of tables that are written by rows: ``base`` is the checkpoint where all of them are whole; None: this one. ``since``: bytes
+    that were written of their changes in those between."""
+
+    base: SnapshotId | None
+    since: int
+
+
 class Manifest(msgspec.Struct, frozen=True):
     format: str
     version: int
@@ -73,6 +81,7 @@ class Manifest(msgspec.Struct, frozen=True):
     without: list[str] = []  # patterns of parameters whose optimizer state is meant to be absent
     names: Names | None = None  # of the tensors; None: version 1, which has tensors and chunks in the file itself
     index: IndexFile | None = None
+    rows: Rows | None = None  # None: there are no tables that are written by rows, or what follows does not build on them
     lossy: list[str] = []  # PATTERN=BITS: tensors whose values are not those of the snapshot, but as near as so many bits come
 
 

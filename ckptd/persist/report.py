@@ -69,6 +69,15 @@ class KeptFile(msgspec.Struct, frozen=True):
     chunks: list[WrittenChunk]
 
 
+class WrittenRows(msgspec.Struct, frozen=True):
+    """Tables that were written by rows. ``base``: where they are whole; None: in what was written. ``mixed``: some here, some
+    there. ``since``: as the newest manifest has it."""
+
+    base: SnapshotId | None
+    mixed: bool
+    since: int
+
+
 class Report(msgspec.Struct, frozen=True):
     version: int
     node: str
@@ -76,6 +85,7 @@ class Report(msgspec.Struct, frozen=True):
     side: WrittenSide | None  # None: nothing was written
     ranks: list[int]  # whose objects are in ``side`` (perhaps none)
     kept: list[KeptFile] = []
+    rows: WrittenRows | None = None
 
 
 def kept_file(of: SnapshotId, manifest: Manifest, file: DataFile, chunks: list[WrittenChunk]) -> KeptFile:

@@ -1,4 +1,8 @@
-"""Which rows of a table a checkpoint writes: those whose sums are others than the newest checkpoint's (rows.py)."""
+"""Which rows of a table a checkpoint writes: those whose sums are others than in the last one where it was whole (rows.py).
+
+All tables of a job are whole in the same checkpoints, whoever writes them: a checkpoint needs one other at most, which needs none,
+so that retention keeps that one and no more. Each writer reads in the newest manifest whether it is time.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,18 @@ import xxhash
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.columns import Ints
+from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist import rows
-from ckptd.persist.index import ROWS
+from ckptd.persist.index import ROWS, Index
+from ckptd.persist.names import step_dir
 from ckptd.persist.pieces import OutChunk
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.report import KeptFile, kept_file
+from ckptd.persist.report import KeptFile, WrittenRows, decode, kept_file
 from ckptd.persist.rows import Place
 from ckptd.persist.storage.base import Storage
 from ckptd.persist.sums import SUM_BYTES, FileDamage
 from ckptd.persist.unchanged import newest_before
+from ckptd.persist.verify import mark_damaged
 
 log = logging.getLogger("ckptd")
 
@@ -30,9 +37,13 @@ class RowDeltas:
 
     def __init__(self, storage: Storage, job: str, snapshot: SnapshotId, patterns: Collection[str]) -> None:
         """patterns: of the keys of the tables. Raises StorageError."""
-        self._patterns = tuple(patterns)
-        self._older, self._without = newest_before(storage, job, snapshot) if patterns else (None, ())
+        self._storage, self._job, self._patterns = storage, job, tuple(patterns)
+        self._older, without = newest_before(storage, job, snapshot) if patterns else (None, ())
+        self._base = _base_of(self._older) if self._older is not None else None  # None: all is written whole
+        if self._base in without:
+            self._base = None
         self._used: set[int] = set()  # files of ``older``
+        self._wholes = 0
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -45,18 +56,16 @@ class RowDeltas:
     def encode(self, chunk: OutChunk, values: memoryview) -> tuple[bytes, int]:
         """Its frame and codec. Raises StorageError."""
         width = rows.row_bytes(chunk.box, chunk.itemsize)
-        count = len(values) // width
         sums = b"".join(xxhash.xxh3_128_digest(values[at : at + width]) for at in range(0, len(values), width))
-        known = self._known(chunk, count, width)
-        if known is not None:
-            file, place, theirs = known
-            changed = np.flatnonzero((_numbers(sums) != _numbers(theirs)).any(1))
-            if place.since + len(changed) <= count:
-                with self._lock:
-                    self._used.add(file)
-                place = place._replace(since=place.since + len(changed))
-                return rows.changes(values, width, changed, place), ROWS
-        return rows.whole(values, sums), ROWS
+        known = self._known(chunk, len(values) // width, width)
+        if known is None:
+            with self._lock:
+                self._wholes += 1
+            return rows.whole(values, sums), ROWS
+        file, place, theirs = known
+        with self._lock:
+            self._used.add(file)
+        return rows.changes(values, width, np.flatnonzero((_numbers(sums) != _numbers(theirs)).any(1)), place), ROWS
 
     def kept(self) -> list[KeptFile]:
         """What the checkpoint needs of older ones: nothing of it lies there alone."""
@@ -66,17 +75,28 @@ class RowDeltas:
         files = (manifest.files[number] for number in sorted(self._used))
         return [kept_file(self._older.holder_of(file), manifest, file, []) for file in files]
 
+    def told(self) -> WrittenRows | None:
+        """For the committer. None: this writer has written no table."""
+        if not self._used and not self._wholes:
+            return None
+        told = self._older.manifest.rows if self._older is not None and self._used else None
+        return WrittenRows(self._base if self._used else None, bool(self._used and self._wholes), told.since if told else 0)
+
     def _known(self, chunk: OutChunk, count: int, width: int) -> tuple[int, Place, bytes] | None:
-        """The whole piece that the newest checkpoint has or names: number of its file there, place, sums of its rows."""
-        if self._older is None:
+        """The piece where it is whole: number of its file in the newest checkpoint's manifest, place, sums of its rows."""
+        if self._older is None or self._base is None:
             return None
         try:
-            return self._look(self._older, chunk, count, width)
+            return self._look(self._older, self._base, chunk, count, width)
         except FileDamage as error:
-            log.warning("%s is written whole, not only the rows that changed: %s", chunk.key, error)
+            log.warning("job=%s %s is written whole, not only the rows that changed: %s", self._job, chunk.key, error)
+            for snapshot in {self._base, SnapshotId(*self._older.manifest.snapshot.at)}:
+                mark_damaged(self._storage, step_dir(self._job, snapshot), str(error))
             return None
 
-    def _look(self, older: Checkpoint, chunk: OutChunk, count: int, width: int) -> tuple[int, Place, bytes] | None:
+    def _look(
+        self, older: Checkpoint, base: SnapshotId, chunk: OutChunk, count: int, width: int
+    ) -> tuple[int, Place, bytes] | None:
         tensor = older.tensor(chunk.key, chunk.rank)
         if tensor is None or (tensor[0].dtype, tensor[0].shape) != (chunk.dtype, chunk.shape):
             return None
@@ -87,18 +107,43 @@ class RowDeltas:
         stored = older.files.chunk(chunk.name, its)
         stored.read(0, head)
         try:
-            place = rows.place_in(head) or Place(older.manifest.files[its.file].path, its.at, its.block, 0)
+            place = rows.place_in(head) or Place(older.manifest.files[its.file].path, its.at, its.block)
         except ValueError as error:
             raise FileDamage(f"{chunk.name}: {error}", where=stored.where) from error
         number = older.files.number_of(place.path)
-        if older.holder_of(older.manifest.files[number]) in self._without:
+        if older.holder_of(older.manifest.files[number]) != base:
             return None
-        base = older.files.part_of(place.path, chunk.name, place.at, rows.whole_size(count, width), place.block)
+        whole = older.files.part_of(place.path, chunk.name, place.at, rows.whole_size(count, width), place.block)
         begin = memoryview(bytearray(rows.HEAD.size + count * SUM_BYTES))
-        base.read(0, begin)
+        whole.read(0, begin)
         if begin[: rows.HEAD.size] != rows.HEAD.pack(rows.WHOLE, count):
-            raise FileDamage(f"{chunk.name}: not the whole of its rows", where=base.where)
+            raise FileDamage(f"{chunk.name}: not the whole of its rows", where=whole.where)
         return number, place, bytes(begin[rows.HEAD.size :])
+
+
+def fit_nothing(report: bytes, patterns: Collection[str]) -> list[str]:
+    """Of these patterns those that no table fits which this writer has written."""
+    keys = {chunk.key for file in decode(report).files for chunk in file.chunks if chunk.codec == ROWS}
+    return [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key in keys)]
+
+
+def _base_of(older: Checkpoint) -> SnapshotId | None:
+    """Where the tables are whole that the next checkpoint has changes of. None: it is time that they are again, or there are none:
+    as soon as what the changes since have taken is more than the whole would (Check-N-Run's predictor, where they grow evenly)."""
+    told = older.manifest.rows
+    if told is None:
+        return None
+    its_bytes, whole_bytes = _table_bytes(older.index)
+    if told.base is None:
+        return SnapshotId(*older.manifest.snapshot.at)
+    return told.base if told.since + its_bytes <= whole_bytes else None
+
+
+def _table_bytes(index: Index) -> tuple[int, int]:
+    """Of tables: as they lie there, and their values."""
+    tables = index.codec == ROWS
+    items = np.array([ITEMSIZE[dtype] for dtype in index.names.dtypes], np.int64)[index.dtype[index.tensor]]
+    return int(index.nbytes[tables].sum()), int((index.sizes.prod(1) * items)[tables].sum())
 
 
 def _numbers(sums: bytes) -> Ints:

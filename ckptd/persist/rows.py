@@ -2,8 +2,7 @@
 
 Between two checkpoints training looks up few rows of an embedding, and writes no others. A table that is named for it lies in
 pieces, each with the sums of its rows before them. A later checkpoint has of a piece the rows whose sums are others by now, and
-names the whole one that they replace rows of: a reader needs these two, and no chain. A piece is written whole again when all that
-was written of it since would be more than the whole: what grows from one checkpoint to the next is as little then as it can be.
+names the whole one that they replace rows of: a reader needs these two, and no chain.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ from ckptd.persist.sums import SUM_BYTES
 
 WHOLE, CHANGES = 0, 1
 HEAD = struct.Struct("<B3xI")  # which of both; rows that follow
-PLACE = struct.Struct("<QIIH6x")  # of the whole one: first byte and block in its file; rows written since; bytes of the file's name
+PLACE = struct.Struct("<QIH2x")  # of the whole one: first byte and block in its file; bytes of the file's name
 NUMBER_BYTES = 4  # of a row's number
 HEAD_BYTES_MAX = 4096  # with the name
 ROW_BYTES_MIN = 64  # the sums of shorter ones would be more than a quarter of them
 
 
 class Place(NamedTuple):
-    """Where the whole piece lies. ``since``: rows written of it in the checkpoint that names it and in those between."""
+    """Where the whole piece lies."""
 
     path: str
     at: int
     block: int
-    since: int
 
 
 def row_bytes(box: Box, item: int) -> int:
@@ -60,7 +58,7 @@ def whole(values: memoryview, sums: bytes) -> bytes:
 def changes(values: memoryview, width: int, changed: Ints, place: Place) -> bytes:
     path = place.path.encode()
     table = np.frombuffer(values, np.uint8).reshape(-1, width)
-    head = HEAD.pack(CHANGES, len(changed)) + PLACE.pack(place.at, place.block, place.since, len(path))
+    head = HEAD.pack(CHANGES, len(changed)) + PLACE.pack(place.at, place.block, len(path))
     return b"".join((head, path, changed.astype("<u4").tobytes(), table[changed].tobytes()))
 
 
@@ -72,11 +70,11 @@ def place_in(frame: memoryview) -> Place | None:
         return None
     if len(frame) < HEAD.size + PLACE.size:
         raise ValueError("rows of no table")
-    at, block, since, length = PLACE.unpack_from(frame, HEAD.size)
+    at, block, length = PLACE.unpack_from(frame, HEAD.size)
     name = bytes(frame[HEAD.size + PLACE.size : HEAD.size + PLACE.size + length])
     if len(name) < length:
         raise ValueError("a name that is cut short")
-    return Place(name.decode(), at, block, since)
+    return Place(name.decode(), at, block)
 
 
 def decode(frame: memoryview, box: Box, item: int, base: Callable[[Place, int], memoryview]) -> memoryview:

@@ -49,10 +49,11 @@ def unchanged(
 
 
 def newest_before(storage: Storage, job: str, snapshot: SnapshotId) -> tuple[Checkpoint | None, Collection[SnapshotId]]:
-    """The newest other checkpoint, open, and which ones are not counted on. Raises StorageError."""
+    """The newest older checkpoint, open, and which ones are not counted on. Not one that came before this one, though it is newer:
+    it may go, and this one stay. Raises StorageError."""
     commits = list_commits(storage, job)
     without = doubted(commits)
-    older = [info.snapshot for info in commits if info.snapshot not in without and info.snapshot.at != snapshot.at]
+    older = [info.snapshot for info in commits if info.snapshot not in without and info.snapshot.at < snapshot.at]
     return _opened(storage, step_dir(job, older[-1])) if older else None, without
 
 

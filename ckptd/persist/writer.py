@@ -192,8 +192,10 @@ class _Run:
         finished = self._data_files(packages, threads)
         written, side = self._durable(SIDE, lambda path: self._side_file(path, finished, blobs))
         failpoint("persist.write.synced")
-        kept = kept + self.tables.kept() if self.tables is not None else kept
-        return Report(REPORT_VERSION, self.node, written, side, self.ranks, kept)
+        told = None
+        if self.tables is not None:
+            kept, told = kept + self.tables.kept(), self.tables.told()
+        return Report(REPORT_VERSION, self.node, written, side, self.ranks, kept, told)
 
     def packages(self, chunks: list[OutChunk], compress: bool, bytes_max: int, threads: int) -> list[Package]:
         """Raises Cancelled, SlotDamage, CkptdError: nothing to compress with."""

@@ -23,8 +23,6 @@ class Checkpoint:
         data = (self.directory / self.manifest["index"]["path"]).read_bytes()
         self.columns = {name: np.frombuffer(data, kind, rows, at) for name, kind, at, rows in self.manifest["index"]["columns"]}
         self.codec = self.columns.get("codec", np.zeros(len(self.columns["tensor"]), "u1"))
-        if self.codec.max(initial=0) > 2:
-            raise ValueError(f"{directory}: chunks of a kind that this reader does not know")
         dims, tensor = self.columns["dims"], self.columns["tensor"]
         self.first = np.searchsorted(tensor, np.arange(len(dims) + 1))  # of each tensor's chunks, and the end
         self.shape_at = np.concatenate(([0], np.cumsum(dims, dtype=np.int64)))  # of each tensor's part of `shape`,
@@ -72,6 +70,8 @@ class Checkpoint:
             path = self.directory.parents[1] / f"epoch-{of['epoch']:06d}" / f"step-{of['step']:010d}" / facts["path"]
         if path.stat().st_size != facts["size"]:
             raise ValueError(f"{path}: {path.stat().st_size} bytes instead of {facts['size']}")
+        if self.codec[row] > 2:
+            raise ValueError(f"{path}: chunks of a kind that this reader does not know (`ckptd export` does)")
         at, nbytes = int(self.columns["at"][row]), int(self.columns["nbytes"][row])
         if not self.codec[row]:
             return np.memmap(path, kind, "r", at, tuple(sizes))

@@ -65,7 +65,8 @@ def test_of_a_table_the_rows_that_were_looked_up_are_written(nodes: Cluster) -> 
     """P1, P9: its moments as well (`row_deltas`); everything dies, and another node has them from storage."""
     storage = nodes.root / "storage"
     storage.mkdir()
-    node = nodes.node(storage_root=storage, replicas=0, row_deltas="model.rows*, optimizer.model.rows*", flush_every_steps=1)
+    patterns = "model.rows*, optimizer.model.rows*, model.row.*"
+    node = nodes.node(storage_root=storage, replicas=0, row_deltas=patterns, flush_every_steps=1)
     (trainer,) = nodes.world([node], JOB, kind="table")
     assert trainer.do("restore") is None
     for _ in range(STEPS):
@@ -74,6 +75,7 @@ def test_of_a_table_the_rows_that_were_looked_up_are_written(nodes: Cluster) -> 
     digest = trainer.do("digest")
     (job,) = node.get("/status")["jobs"]
     assert TABLE_BYTES < job["written_bytes"] < 1.1 * TABLE_BYTES < STEPS * TABLE_BYTES <= job["flushed_bytes"]
+    assert node.log.read_text().count("row_deltas: no table that this node writes fits model.row.*") == 1
     newest = json.loads(node.cli("ls", storage, "--json").stdout)["rows"][0]
     assert (newest["step"], newest["of"]) == (STEPS, ["step 1"])
     assert node.cli("verify", storage).returncode == 0

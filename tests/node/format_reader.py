@@ -101,8 +101,8 @@ def rows_in(directory: Path, manifest: dict[str, Any], frame: bytes, sizes: list
             assert sum_of(table[row * width : (row + 1) * width]) == frame[8 + 16 * row : 24 + 16 * row].hex()
         return table
     assert frame[0] == 1
-    at, block, _, length = struct.unpack("<QIIH", frame[8:26])
-    path, frame = frame[32 : 32 + length].decode(), frame[32 + length :]
+    at, block, length = struct.unpack("<QIH", frame[8:22])
+    path, frame = frame[24 : 24 + length].decode(), frame[24 + length :]
     (file,) = (number for number, facts in enumerate(manifest["files"]) if facts["path"] == path)
     base = chunk_of(directory, manifest, file, at, 8 + rows * (16 + width), block)
     assert base[0] == 0
