@@ -50,7 +50,7 @@ class Commit:
     damage: str = ""
 
 
-def write_once(store: S3Store, key: str, data: bytes, where: str, *, over: str = "") -> bool:
+def write_once(store: S3Store, key: str, data: bytes | memoryview, where: str, *, over: str = "") -> bool:
     """One conditional PUT. over: the entity tag of what it replaces; "": nothing may be there. False: it is not so."""
     token = secrets.token_hex(16)
     for left in reversed(range(WRITE_TRIES)):
