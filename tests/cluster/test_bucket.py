@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 from safetensors.numpy import load
 
+from ckptd.persist.names import DATA
+from ckptd.persist.storage.object_windows import WINDOW_BYTES
 from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
 from tests.object_server import Fault, ObjectServer
 from tests.waiting import until
 
 JOB = "afar"
-LARGE = 6 * (2 << 20)  # bytes of the values of "wide_ddp" that are worth passing on: two weights and their moments
+LARGE_VALUES = 6  # of "wide_ddp" that are worth passing on: two weights and their moments
+LARGE = LARGE_VALUES * (2 << 20)  # bytes of them
+HEADER_BYTES_MAX = 4096  # of a data file, which lies in the window of what comes first
 
 
 @pytest.mark.chaos
@@ -61,7 +65,18 @@ def test_a_bucket_that_goes_away_and_comes_back(nodes: Cluster, bucket: str, obj
     until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 90, "durable to follow")
 
 
-def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bucket: str) -> None:
+def sent(objects: ObjectServer, since: int) -> int:
+    """Bytes of data files that the server has sent, since so many requests."""
+    return sum(request.sent for request in objects.requests[since:] if request.path.endswith(DATA))
+
+
+def data_sizes(objects: ObjectServer, bucket: str) -> list[int]:
+    name, _, prefix = bucket.removeprefix("s3://").partition("/")
+    keys = [f"{prefix}/{key}" for key in objects.keys(bucket) if key.endswith(DATA)]
+    return [objects.client.head_object(Bucket=name, Key=key)["ContentLength"] for key in keys]
+
+
+def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
     """P9, P12: three replicas of one model, and memory that has nothing."""
     node = nodes.node(storage_root=bucket, replicas=0)
     world = nodes.world([node] * 3, JOB, kind="ddp")
@@ -73,10 +88,14 @@ def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bu
         gone.kill()
     fresh = nodes.node(storage_root=bucket, replicas=0)
     again = nodes.world([fresh] * 3, JOB, kind="ddp")
+    since = len(objects.requests)
     assert together(again, "restore") == [2] * 3 and together(again, "digest") == digests
     moved = [row["bytes"] for row in together(again, "last_restore")]
     (one,) = {row["durable"] + row["own"] for row in moved}
     assert sum(row["durable"] for row in moved) == one > 0
+    sizes = data_sizes(objects, bucket)
+    assert sent(objects, since) == sum(sizes), "files that are no longer than a window, each of them once"
+    assert 0 <= sum(sizes) - one <= HEADER_BYTES_MAX * len(sizes)
 
 
 def in_a_bucket(nodes: Cluster, bucket: str) -> tuple[list[Trainer], str]:
@@ -95,17 +114,21 @@ def lost(world: list[Trainer]) -> None:
         trainer.node.kill()
 
 
-def test_what_several_nodes_want_leaves_the_bucket_once(nodes: Cluster, bucket: str) -> None:
+def test_what_several_nodes_want_leaves_the_bucket_once(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
     """P9: of what is worth asking for. Each node reads a part, and passes it on."""
     world, digest = in_a_bucket(nodes, bucket)
     lost(world)
     again = nodes.world(nodes.several(3, storage_root=bucket, replicas=0), JOB, kind="wide_ddp")
+    since = len(objects.requests)
     assert together(again, "restore") == [2] * 3 and together(again, "digest") == [digest] * 3
     moved = [row["bytes"] for row in together(again, "last_restore")]
     (whole,) = {sum(row.values()) for row in moved}
     assert sum(row["peer"] for row in moved) == 2 * LARGE
     assert sum(row["durable"] for row in moved) == LARGE + 3 * (whole - LARGE)
     assert all(trainer.node.problems() == {} for trainer in again)
+    windows = LARGE_VALUES * WINDOW_BYTES  # around each value the window that it begins in, unless its neighbour's reader had that
+    ends = len(again) * sum(size % WINDOW_BYTES for size in data_sizes(objects, bucket))  # each node reads what is small by itself
+    assert sum(row["durable"] for row in moved) <= sent(objects, since) <= windows + ends
 
 
 @pytest.mark.chaos
