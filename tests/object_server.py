@@ -6,6 +6,7 @@ moto looks whether a condition holds before it writes, and another request may c
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -27,7 +28,7 @@ class Fault:
     """What becomes of one request. status: this instead of an answer, and nothing is done; done: it is carried out all the same.
     lost: it is carried out, and the connection breaks before the answer. cut: so many bytes of the answer's body arrive. blind: its
     conditions are not looked at. flip: the bit of the answer's body that is another one, counted from its middle on. slow_s: the
-    answer's body comes in so many ``pieces``, with this pause before each."""
+    answer's body comes in so many ``pieces``, with this pause before each. late: a list does not know yet what was put."""
 
     status: int = 0
     code: str = ""
@@ -38,6 +39,7 @@ class Fault:
     flip: int | None = None
     slow_s: float = 0.0
     pieces: int = 4
+    late: bool = False
 
 
 @dataclass
@@ -121,6 +123,8 @@ class ObjectServer:
             if fault.blind:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
                 environ.pop("HTTP_IF_MATCH", None)
+            if fault.late:
+                environ["QUERY_STRING"] = re.sub(r"\bprefix=[^&]*", "prefix=nothing/", environ["QUERY_STRING"])
             said: list[Any] = []
             environ["wsgi.input"] = BytesIO(body)
             answer = b"".join(self._moto(environ, lambda *args: said.extend(args)))

@@ -82,6 +82,12 @@ def store_error(error: Exception, what: str, where: str) -> StorageError:
     return StorageError(f"{what}: {text}", where=where, hint=hint, errno=number)
 
 
+def is_wordless(error: Exception) -> bool:
+    """A refusal without a code: the answer to a HEAD has no body, which would say what the status means."""
+    told = str(error)
+    return _CODE.search(told) is None and "status code: 4" in told
+
+
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= TEXT_CHARS_MAX else f"{line[:TEXT_CHARS_MAX]}..."

@@ -32,7 +32,7 @@ from ckptd.persist.storage.base import (
     is_name,
     split_path,
 )
-from ckptd.persist.storage.object_errors import store_error
+from ckptd.persist.storage.object_errors import is_wordless, store_error
 from ckptd.persist.storage.object_file import ObjectReader, ObjectWriter
 from ckptd.persist.storage.object_pointer import POINTER, Commit, write_once
 from ckptd.persist.storage.object_windows import Windows
@@ -424,13 +424,23 @@ class ObjectStorage:
 
     def _open(self, key: str, path: str) -> ObjectReader:
         try:
-            size = obstore.head(self._store, key)["size"]
+            size = self._size(key)
         except Exception as error:
             found = store_error(error, "open", self.locate(path))
             if isinstance(found, NotFound):
                 self._check_root()
             raise found from error
         return ObjectReader(self._store, key, self.locate(path), size, self._windows)
+
+    def _size(self, key: str) -> int:
+        try:
+            return obstore.head(self._store, key)["size"]
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if is_wordless(error):
+                obstore.get_range(self._store, key, start=0, length=1)  # raises what the store has to say
+            raise
 
     def _below(self, path: str) -> tuple[Sequence[str], Sequence[Any]]:
         """Names that more lies below, and the objects directly below ``path``."""
