@@ -18,6 +18,8 @@ from tests.waiting import until
 JOB = "afar"
 LARGE_VALUES = 6  # of "wide_ddp" that are worth passing on: two weights and their moments
 LARGE = LARGE_VALUES * (2 << 20)  # bytes of them
+LISTS_MAX, LISTS_OF_EPOCH_MAX = 60, 8  # of a restore: who claimed what is looked at again while it takes, 14 to 32 times were seen
+POINTERS_READ_AGAIN = 6  # by who opens the step, and where two look at once
 HEADER_BYTES_MAX = 4096  # of a data file, which lies in the window of what comes first
 
 
@@ -51,16 +53,27 @@ def test_durable_in_a_bucket_gives_the_step_back_after_everything_died(nodes: Cl
 
 
 @pytest.mark.chaos
-def test_a_bucket_that_goes_away_and_comes_back(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
+@pytest.mark.parametrize(
+    ("fault", "hint"),
+    [
+        (Fault(status=404, code="NoSuchBucket"), "make the bucket"),
+        (Fault(status=400, code="ExpiredToken"), "run out"),
+        (Fault(status=500, code="InternalError"), "failed in itself"),
+    ],
+    ids=["no bucket", "credentials that ran out", "a broken store"],
+)
+def test_a_bucket_that_goes_away_and_comes_back(
+    nodes: Cluster, bucket: str, objects: ObjectServer, fault: Fault, hint: str
+) -> None:
     """P5, P14: training goes on, health says why nothing becomes durable; when the store answers again, durable follows."""
     node = nodes.node(storage_root=bucket, replicas=0, flush_every_steps=1)
     (trainer,) = nodes.world([node], JOB)
     trainer.do("restore")
     trainer.do("train", steps=1)
     assert trainer.do("wait", level="durable") == "durable"
-    with objects.failing(lambda request: Fault(status=404, code="NoSuchBucket")):
+    with objects.failing(lambda request: fault):
         until(lambda: trainer.do("train", steps=1) and "flush" in node.problems(), 90, "health to name it")
-        assert "NoSuchBucket" in node.problems()["flush"]
+        assert hint in node.problems()["flush"]
     newest = node.newest(JOB, "sealed")
     until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 90, "durable to follow")
 
@@ -201,3 +214,29 @@ def test_another_steps_pointer_is_not_read_for_right(nodes: Cluster, bucket: str
     assert again.do("restore") == 2 and again.do("digest") == digests[0]
     assert any("damaged pointer" in text for text in again.do("last_restore")["passed_over"])
     assert fresh.cli("verify", bucket).returncode == 1
+
+
+@pytest.mark.chaos
+def test_a_restore_lists_as_often_whatever_the_number_of_checkpoints(
+    nodes: Cluster, bucket: str, objects: ObjectServer
+) -> None:
+    """A list is what costs most. A few find the newest step; none belongs to reading it."""
+    node = nodes.node(storage_root=bucket, replicas=0, keep_last=10, flush_every_steps=1)
+    for steps in (2, 6):
+        (trainer,) = nodes.world([node], f"of{steps}")
+        trainer.do("restore")
+        for _ in range(steps):
+            trainer.do("train", steps=1)
+            assert "durable" in str(trainer.do("wait", level="durable"))
+        trainer.kill()
+    node.kill()
+    fresh = nodes.node(storage_root=bucket, replicas=0, keep_last=10, inventory_timeout_s=30)
+    for steps in (2, 6):
+        (again,) = nodes.world([fresh], f"of{steps}")
+        since = len(objects.requests)
+        assert again.do("restore") == steps
+        asked = [request for request in objects.requests[since:] if f"of{steps}" in request.path + request.query]
+        lists = [request.query for request in asked if "list-type" in request.query]
+        assert not any("step-" in query for query in lists), "of a checkpoint's own files"
+        assert len(lists) <= LISTS_MAX and sum("epoch-000001" in query for query in lists) <= LISTS_OF_EPOCH_MAX, lists
+        assert sum(request.path.endswith(".pointer") for request in asked) <= steps + POINTERS_READ_AGAIN
