@@ -6,6 +6,7 @@ moto looks whether a condition holds before it writes, and another request may c
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import socket
 import threading
@@ -26,7 +27,8 @@ REGION = "us-east-1"
 class Fault:
     """What becomes of one request. status: this instead of an answer, and nothing is done; done: it is carried out all the same.
     lost: it is carried out, and the connection breaks before the answer. cut: so many bytes of the answer's body arrive. blind: its
-    conditions are not looked at. flip: the bit of the answer's body that is another one, counted from its middle on."""
+    conditions are not looked at. flip: the bit of the answer's body that is another one, counted from its middle on. slow_s: the
+    answer's body comes in so many ``pieces``, with this pause before each. late: a list does not know yet what was put."""
 
     status: int = 0
     code: str = ""
@@ -35,14 +37,20 @@ class Fault:
     blind: bool = False
     cut: int | None = None
     flip: int | None = None
+    slow_s: float = 0.0
+    pieces: int = 4
+    late: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
+    """sent: so many bytes of the answer's body were given to the connection."""
+
     number: int
     method: str
     path: str
     query: str
+    sent: int = 0
 
     @property
     def writes(self) -> bool:
@@ -61,6 +69,7 @@ class ObjectServer:
         self._lock = threading.RLock()
         self.requests: list[Request] = []
         self.faults: Faults | None = None
+        self._closing = threading.Event()
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -71,6 +80,7 @@ class ObjectServer:
         )
 
     def close(self) -> None:
+        self._closing.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -113,6 +123,8 @@ class ObjectServer:
             if fault.blind:
                 environ.pop("HTTP_IF_NONE_MATCH", None)
                 environ.pop("HTTP_IF_MATCH", None)
+            if fault.late:
+                environ["QUERY_STRING"] = re.sub(r"\bprefix=[^&]*", "prefix=nothing/", environ["QUERY_STRING"])
             said: list[Any] = []
             environ["wsgi.input"] = BytesIO(body)
             answer = b"".join(self._moto(environ, lambda *args: said.extend(args)))
@@ -121,22 +133,33 @@ class ObjectServer:
         if fault.lost:
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         start(*said[:2])
+        return self._body(request, fault, answer, environ["werkzeug.socket"])
+
+    def _body(self, request: Request, fault: Fault, answer: bytes, connection: socket.socket) -> Iterator[bytes]:
+        """Counted piece by piece: of what breaks off the rest is not."""
         if fault.flip is not None and answer:
-            bent = bytearray(answer)
-            bit = (4 * len(bent) + fault.flip) % (8 * len(bent))
-            bent[bit // 8] ^= 1 << bit % 8
-            answer = bytes(bent)
-        if fault.cut is not None and len(answer) > fault.cut:
-            return _cut(environ["werkzeug.socket"], answer[: fault.cut])
-        return [answer]
+            answer = _bent(answer, fault.flip)
+        cut = fault.cut is not None and len(answer) > fault.cut
+        answer = answer[: fault.cut] if cut else answer
+        step = -(-len(answer) // fault.pieces) if fault.slow_s else len(answer)
+        for at in range(0, len(answer), step or 1):
+            if fault.slow_s:
+                self._closing.wait(fault.slow_s)
+            piece = answer[at : at + step]
+            request.sent += len(piece)  # before it goes: whoever has it may look at once
+            yield piece
+        if cut:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _bent(answer: bytes, flip: int) -> bytes:
+    bent = bytearray(answer)
+    bit = (4 * len(bent) + flip) % (8 * len(bent))
+    bent[bit // 8] ^= 1 << bit % 8
+    return bytes(bent)
 
 
 def _refusal(fault: Fault, start: Callable[..., Any]) -> list[bytes]:
     body = f"<Error><Code>{fault.code or 'InternalError'}</Code><Message>as the test asks</Message></Error>".encode()
     start(f"{fault.status} refused", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
     return [body]
-
-
-def _cut(connection: socket.socket, part: bytes) -> Iterator[bytes]:
-    yield part
-    connection.shutdown(socket.SHUT_RDWR)

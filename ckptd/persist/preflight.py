@@ -16,6 +16,7 @@ TOKEN_BYTES_MAX = 256
 PROBE = "probe-"
 PATH_BYTES_MAX = 4096
 SAYS_ITSELF = FULL | {AWAY, errno.EACCES, errno.EBUSY}  # an error that is no want of the storage's abilities
+LISTS = "ckptd needs a storage that lists at once what was written: see that nothing between this node and it keeps old answers"
 RACERS = 8  # who try to get one name at the same time
 RACE_S = 5.0  # so long they wait for each other
 
@@ -112,6 +113,8 @@ def _probe_commit(storage: Storage, directory: str) -> None:
         writer = storage.put(f"{attempt}/file")
         writer.write(attempt.encode())
         writer.finish()
+        if [entry.name for entry in storage.list(attempt)] != ["file"]:
+            raise CkptdError("what was put is not listed", where=storage.locate(attempt), hint=LISTS)
     won, lost = (
         storage.commit_if_absent(attempt, pointer, ["file"], {MANIFEST: b""}) for attempt in attempts
     )

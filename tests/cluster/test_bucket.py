@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 from safetensors.numpy import load
 
+from ckptd.persist.names import DATA
+from ckptd.persist.storage.object_windows import WINDOW_BYTES
 from tests.cluster.nodes import Cluster, Trainer, TrainerError, together
 from tests.object_server import Fault, ObjectServer
 from tests.waiting import until
 
 JOB = "afar"
-LARGE = 6 * (2 << 20)  # bytes of the values of "wide_ddp" that are worth passing on: two weights and their moments
+LARGE_VALUES = 6  # of "wide_ddp" that are worth passing on: two weights and their moments
+LARGE = LARGE_VALUES * (2 << 20)  # bytes of them
+LISTS_MAX, LISTS_OF_EPOCH_MAX = 60, 8  # of a restore: who claimed what is looked at again while it takes, 14 to 32 times were seen
+POINTERS_READ_AGAIN = 6  # by who opens the step, and where two look at once
+HEADER_BYTES_MAX = 4096  # of a data file, which lies in the window of what comes first
 
 
 @pytest.mark.chaos
@@ -47,21 +53,43 @@ def test_durable_in_a_bucket_gives_the_step_back_after_everything_died(nodes: Cl
 
 
 @pytest.mark.chaos
-def test_a_bucket_that_goes_away_and_comes_back(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
+@pytest.mark.parametrize(
+    ("fault", "hint"),
+    [
+        (Fault(status=404, code="NoSuchBucket"), "make the bucket"),
+        (Fault(status=400, code="ExpiredToken"), "run out"),
+        (Fault(status=500, code="InternalError"), "failed in itself"),
+    ],
+    ids=["no bucket", "credentials that ran out", "a broken store"],
+)
+def test_a_bucket_that_goes_away_and_comes_back(
+    nodes: Cluster, bucket: str, objects: ObjectServer, fault: Fault, hint: str
+) -> None:
     """P5, P14: training goes on, health says why nothing becomes durable; when the store answers again, durable follows."""
     node = nodes.node(storage_root=bucket, replicas=0, flush_every_steps=1)
     (trainer,) = nodes.world([node], JOB)
     trainer.do("restore")
     trainer.do("train", steps=1)
     assert trainer.do("wait", level="durable") == "durable"
-    with objects.failing(lambda request: Fault(status=404, code="NoSuchBucket")):
+    with objects.failing(lambda request: fault):
         until(lambda: trainer.do("train", steps=1) and "flush" in node.problems(), 90, "health to name it")
-        assert "NoSuchBucket" in node.problems()["flush"]
+        assert hint in node.problems()["flush"]
     newest = node.newest(JOB, "sealed")
     until(lambda: trainer.do("train", steps=1) and node.newest(JOB, "durable") >= newest, 90, "durable to follow")
 
 
-def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bucket: str) -> None:
+def sent(objects: ObjectServer, since: int) -> int:
+    """Bytes of data files that the server has sent, since so many requests."""
+    return sum(request.sent for request in objects.requests[since:] if request.path.endswith(DATA))
+
+
+def data_sizes(objects: ObjectServer, bucket: str) -> list[int]:
+    name, _, prefix = bucket.removeprefix("s3://").partition("/")
+    keys = [f"{prefix}/{key}" for key in objects.keys(bucket) if key.endswith(DATA)]
+    return [objects.client.head_object(Bucket=name, Key=key)["ContentLength"] for key in keys]
+
+
+def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
     """P9, P12: three replicas of one model, and memory that has nothing."""
     node = nodes.node(storage_root=bucket, replicas=0)
     world = nodes.world([node] * 3, JOB, kind="ddp")
@@ -73,10 +101,14 @@ def test_what_all_ranks_of_a_node_want_leaves_the_bucket_once(nodes: Cluster, bu
         gone.kill()
     fresh = nodes.node(storage_root=bucket, replicas=0)
     again = nodes.world([fresh] * 3, JOB, kind="ddp")
+    since = len(objects.requests)
     assert together(again, "restore") == [2] * 3 and together(again, "digest") == digests
     moved = [row["bytes"] for row in together(again, "last_restore")]
     (one,) = {row["durable"] + row["own"] for row in moved}
     assert sum(row["durable"] for row in moved) == one > 0
+    sizes = data_sizes(objects, bucket)
+    assert sent(objects, since) == sum(sizes), "files that are no longer than a window, each of them once"
+    assert 0 <= sum(sizes) - one <= HEADER_BYTES_MAX * len(sizes)
 
 
 def in_a_bucket(nodes: Cluster, bucket: str) -> tuple[list[Trainer], str]:
@@ -95,17 +127,21 @@ def lost(world: list[Trainer]) -> None:
         trainer.node.kill()
 
 
-def test_what_several_nodes_want_leaves_the_bucket_once(nodes: Cluster, bucket: str) -> None:
+def test_what_several_nodes_want_leaves_the_bucket_once(nodes: Cluster, bucket: str, objects: ObjectServer) -> None:
     """P9: of what is worth asking for. Each node reads a part, and passes it on."""
     world, digest = in_a_bucket(nodes, bucket)
     lost(world)
     again = nodes.world(nodes.several(3, storage_root=bucket, replicas=0), JOB, kind="wide_ddp")
+    since = len(objects.requests)
     assert together(again, "restore") == [2] * 3 and together(again, "digest") == [digest] * 3
     moved = [row["bytes"] for row in together(again, "last_restore")]
     (whole,) = {sum(row.values()) for row in moved}
     assert sum(row["peer"] for row in moved) == 2 * LARGE
     assert sum(row["durable"] for row in moved) == LARGE + 3 * (whole - LARGE)
     assert all(trainer.node.problems() == {} for trainer in again)
+    windows = LARGE_VALUES * WINDOW_BYTES  # around each value the window that it begins in, unless its neighbour's reader had that
+    ends = len(again) * sum(size % WINDOW_BYTES for size in data_sizes(objects, bucket))  # each node reads what is small by itself
+    assert sum(row["durable"] for row in moved) <= sent(objects, since) <= windows + ends
 
 
 @pytest.mark.chaos
@@ -178,3 +214,29 @@ def test_another_steps_pointer_is_not_read_for_right(nodes: Cluster, bucket: str
     assert again.do("restore") == 2 and again.do("digest") == digests[0]
     assert any("damaged pointer" in text for text in again.do("last_restore")["passed_over"])
     assert fresh.cli("verify", bucket).returncode == 1
+
+
+@pytest.mark.chaos
+def test_a_restore_lists_as_often_whatever_the_number_of_checkpoints(
+    nodes: Cluster, bucket: str, objects: ObjectServer
+) -> None:
+    """A list is what costs most. A few find the newest step; none belongs to reading it."""
+    node = nodes.node(storage_root=bucket, replicas=0, keep_last=10, flush_every_steps=1)
+    for steps in (2, 6):
+        (trainer,) = nodes.world([node], f"of{steps}")
+        trainer.do("restore")
+        for _ in range(steps):
+            trainer.do("train", steps=1)
+            assert "durable" in str(trainer.do("wait", level="durable"))
+        trainer.kill()
+    node.kill()
+    fresh = nodes.node(storage_root=bucket, replicas=0, keep_last=10, inventory_timeout_s=30)
+    for steps in (2, 6):
+        (again,) = nodes.world([fresh], f"of{steps}")
+        since = len(objects.requests)
+        assert again.do("restore") == steps
+        asked = [request for request in objects.requests[since:] if f"of{steps}" in request.path + request.query]
+        lists = [request.query for request in asked if "list-type" in request.query]
+        assert not any("step-" in query for query in lists), "of a checkpoint's own files"
+        assert len(lists) <= LISTS_MAX and sum("epoch-000001" in query for query in lists) <= LISTS_OF_EPOCH_MAX, lists
+        assert sum(request.path.endswith(".pointer") for request in asked) <= steps + POINTERS_READ_AGAIN

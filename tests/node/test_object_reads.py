@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,11 +12,12 @@ from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import UNIQUE
 from ckptd.core.state_map.layout_build import LayoutItem
-from ckptd.persist.names import DATA, step_dir
+from ckptd.persist.names import DATA, PART, step_dir
 from ckptd.persist.reader import Checkpoint
-from ckptd.persist.storage.base import StorageError
+from ckptd.persist.storage.base import Sight, StorageError
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.object_file import SPAN_BYTES
+from ckptd.persist.storage.object_pointer import encode
 from ckptd.persist.storage.object_windows import WINDOW_BYTES, WINDOWS_MAX, Windows
 from ckptd.persist.verify import verify_at
 from tests.node.checkpoints import JOB, check_all, make_world, save
@@ -86,6 +88,20 @@ def test_one_answer_that_is_wrong_costs_nothing(objects: ObjectServer, bucket: s
             with objects.failing(wrong):
                 read()
             assert len(met) > number
+
+
+def test_pointers_that_are_new_are_read_side_by_side(objects: ObjectServer, bucket: str) -> None:
+    """A daemon that begins knows none of them, and a restore waits no longer than inventory_timeout_s for all."""
+    storage, slow_s = storage_at(bucket, create=True), 0.4
+    names = [f"step-{number:010}" for number in range(16)]
+    for name in names:
+        storage.put_if_absent(f"job/{name}.pointer", encode(f"{name}.a{PART}", Sight.SHOWN))
+    since, began = len(objects.requests), time.monotonic()
+    with objects.failing(lambda request: Fault(slow_s=slow_s, pieces=1) if request.path.endswith(".pointer") else None):
+        assert [pointer.name for pointer in storage.pointers("job")] == names
+    assert time.monotonic() - began < len(names) * slow_s / 2
+    assert len(storage.pointers("job")) == len(names)
+    assert sum(request.path.endswith(".pointer") for request in objects.requests[since:]) == len(names)
 
 
 def of_object(request: Request) -> bool:

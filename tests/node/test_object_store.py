@@ -107,16 +107,23 @@ def test_whoever_hears_nothing_finds_out_that_it_was_his(storage: ObjectStorage,
         assert not storage.put_if_absent("name", b"mine"), "of equal bytes, too"
 
 
-def test_a_storm_of_errors_is_sat_out(storage: ObjectStorage, objects: ObjectServer) -> None:
-    """Every other answer is that the store is busy; a longer one is an error with a hint."""
-    storm = lambda request: Fault(status=503, code="SlowDown") if request.number % 2 else None  # noqa: E731
-    with objects.failing(storm):
+BUSY, BROKEN, LATE = Fault(status=503, code="SlowDown"), Fault(status=500), Fault(status=500, done=True)
+STORMS = [(BUSY, "fewer requests"), (BROKEN, "failed in itself"), (LATE, "failed in itself")]
+
+
+@pytest.mark.parametrize(("fault", "hint"), STORMS, ids=["busy", "broken", "broken after it was carried out"])
+def test_a_storm_of_errors_is_sat_out(storage: ObjectStorage, objects: ObjectServer, fault: Fault, hint: str) -> None:
+    """Every other answer is one; a longer storm is an error with a hint, which preflight does not call a want of abilities."""
+    with objects.failing(lambda request: fault if request.number % 2 else None):
         assert commit(storage, begin(storage, ONE))
         assert committed(storage) == f"manifest of {ONE}"
         assert storage.hide(POINTER) and storage.drop(POINTER)
-    with objects.failing(lambda request: Fault(status=503, code="SlowDown")), pytest.raises(StorageError) as caught:
-        storage.list(TOP)
-    assert caught.value.errno == errno.EBUSY and "fewer requests" in caught.value.hint
+        assert storage.put_if_absent("name", b"mine") and not storage.put_if_absent("name", b"mine")
+    with objects.failing(lambda request: fault):
+        for call in (lambda: storage.list(TOP), lambda: storage.open("name"), lambda: probe(storage)):
+            with pytest.raises(StorageError) as caught:
+                call()
+            assert caught.value.errno == errno.EBUSY and hint in caught.value.hint, caught.value
 
 
 def test_a_body_that_ends_early_is_no_data(storage: ObjectStorage, objects: ObjectServer) -> None:
@@ -133,6 +140,47 @@ def test_a_body_that_ends_early_is_no_data(storage: ObjectStorage, objects: Obje
         storage.open("file").read_into(0, memoryview(dest))
     storage.open("file").read_into(0, memoryview(dest))
     assert dest == data
+
+
+@pytest.fixture
+def brief(bucket: str, monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
+    """One request may last 0.2 s, and is tried three times."""
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(object_store, "RETRIES_MAX", 2)
+    return storage_at(bucket, create=True)
+
+
+def of_file(request: Request) -> bool:
+    return request.method == "GET" and request.path.endswith("file")
+
+
+def test_a_body_that_comes_slowly_is_read(brief: ObjectStorage, objects: ObjectServer) -> None:
+    """Within the time of a request; beyond it the rest is asked for, not the whole once more."""
+    data, dest = pattern(100_000), bytearray(100_000)
+    brief.put_if_absent("file", data)
+    for pause_s in (0.02, 0.08):
+        since = len(objects.requests)
+        with objects.failing(on(of_file, Fault(slow_s=pause_s))):
+            brief.open("file").read_into(0, memoryview(dest))
+        asked = [request.sent for request in objects.requests[since:] if of_file(request)]
+        assert dest == data and len(asked) == (1 if pause_s == 0.02 else 2) and sum(asked[1:]) < len(data), asked
+        dest[:] = bytes(len(dest))
+
+
+def test_a_body_that_stalls_is_asked_for_again_and_given_up_in_words(brief: ObjectStorage, objects: ObjectServer) -> None:
+    """Each time before its first byte, or after some of it."""
+    data, dest = pattern(100_000), bytearray(100_000)
+    brief.put_if_absent("file", data)
+    for fault, text, hint in (
+        (Fault(slow_s=0.5), "does not answer", "AWS_ENDPOINT_URL"),
+        (Fault(slow_s=0.15), "did not come whole", "network"),
+    ):
+        with objects.failing(on(of_file, fault)):
+            brief.open("file").read_into(0, memoryview(dest))
+        assert dest == data
+        with objects.failing(on(of_file, fault, times=1000)), pytest.raises(StorageError, match=text) as caught:
+            brief.open("file").read_into(0, memoryview(dest))
+        assert caught.value.errno == AWAY and hint in caught.value.hint, caught.value
 
 
 # --- uploads --------------------------------------------------------------------------------------------------------
@@ -203,11 +251,11 @@ def test_each_refusal_has_its_hint(
         lambda: storage.hide(POINTER), lambda: put(storage, f"{ONE}/file", b"x"), lambda: storage.delete("file"),
     ]  # fmt: skip
     with objects.failing(lambda request: Fault(status=status, code=code)):
-        for call in calls[:2]:
+        for call in calls[: 2 if code == "NoSuchBucket" else 3]:  # a HEAD's 404 may be either
             with pytest.raises(StorageError) as caught:
                 call()
             assert caught.value.errno == number and hint in caught.value.hint and bucket in str(caught.value), caught.value
-        for call in calls[2:]:
+        for call in calls[3:]:
             with pytest.raises(StorageError):
                 call()
 
@@ -258,6 +306,40 @@ def test_a_store_that_ignores_conditions_is_refused(storage: ObjectStorage, obje
     assert "conditional PUT" in caught.value.hint
     with objects.failing(lambda request: Fault(blind=True)):
         assert winners(storage) > 1
+
+
+def denied(request: Request) -> Fault:
+    return Fault(status=403, code="AccessDenied")
+
+
+def unlisted(request: Request) -> Fault | None:
+    return Fault(late=True) if "list-type" in request.query else None
+
+
+@pytest.mark.parametrize(
+    ("faults", "text", "hint"),
+    [
+        (denied, "put: AccessDenied", "s3:PutObject"),
+        (lambda request: denied(request) if request.method == "PUT" else None, "put: AccessDenied", "s3:PutObject"),
+        (lambda request: denied(request) if "list-type" in request.query else None, "list: AccessDenied", "s3:ListBucket"),
+        (lambda request: denied(request) if request.method == "POST" else None, "delete: AccessDenied", "s3:DeleteObject"),
+        (unlisted, "what was put is not listed", "lists at once"),
+    ],
+    ids=["everything", "puts", "lists", "deletes", "lists late"],
+)
+def test_what_a_bucket_refuses_is_said_before_a_job_relies_on_it(
+    bucket: str, objects: ObjectServer, tmp_path: Path, faults: Faults, text: str, hint: str
+) -> None:
+    """By preflight, and by a daemon that begins; one that comes back to its memory goes on, and health says it."""
+    settings = Config(storage_root=bucket, state_dir=tmp_path / "state", plain_loopback=True)
+    state, health = StateDir(settings.state_dir), Health()
+    with objects.failing(faults):
+        for call in (lambda: checks.storage(settings), lambda: open_storage(bucket, "n0", Health(), state, fresh=True)):
+            with pytest.raises(CkptdError, match=text) as caught:
+                call()
+            assert hint in caught.value.hint and bucket in caught.value.where, caught.value
+        assert open_storage(bucket, "n0", health, state, fresh=False)[1] == ""
+    assert [text in problem.text and hint in problem.text for problem in health.problems()] == [True]
 
 
 def test_the_daemon_and_the_commands_take_a_bucket(

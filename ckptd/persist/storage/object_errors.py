@@ -23,6 +23,8 @@ _ROOM = "raise the bucket's quota, or keep fewer checkpoints if keep_last is abo
 _THROTTLED = "the store asks for fewer requests: spread jobs over more prefixes, or flush more rarely"
 _LACKS = "the store lacks what ckptd needs: conditional PUT, If-None-Match as well as If-Match, and multipart uploads"
 _ODD = "somebody has put an object there whose name has an empty or relative part (`a//b`, `a/../b`), which stops lists: delete it"
+_FAILED = "the store failed in itself, or what stands before it: its log or status page says; ckptd goes on as soon as it answers"
+_BROKEN = "answers break off, or 8 MiB take longer than a minute: look at the network from this node to the store"
 _UNREACHABLE = "does AWS_ENDPOINT_URL answer from this node? ckptd goes on as soon as it does"
 
 # What the store's own code, or the status, means.
@@ -38,14 +40,18 @@ _KNOWN: dict[str, tuple[int, str]] = {
     "AccessDenied": (errno.EACCES, _RIGHTS),
     "QuotaExceeded": (errno.EDQUOT, _ROOM),
     "XMinioStorageFull": (errno.ENOSPC, _ROOM),
+    "InternalError": (errno.EBUSY, _FAILED),
     "SlowDown": (errno.EBUSY, _THROTTLED),
     "TooManyRequests": (errno.EBUSY, _THROTTLED),
     "NotImplemented": (errno.EOPNOTSUPP, _LACKS),
     "401": (errno.EACCES, _CREDENTIALS),
     "403": (errno.EACCES, _RIGHTS),
     "429": (errno.EBUSY, _THROTTLED),
+    "500": (errno.EBUSY, _FAILED),
     "501": (errno.EOPNOTSUPP, _LACKS),
+    "502": (errno.EBUSY, _FAILED),
     "503": (errno.EBUSY, _THROTTLED),
+    "504": (errno.EBUSY, _FAILED),
     "507": (errno.ENOSPC, _ROOM),
 }
 # Of these no answer of the store is there to be understood.
@@ -65,6 +71,8 @@ def store_error(error: Exception, what: str, where: str) -> StorageError:
     if any(place in told for place in _METADATA):
         text = "no credentials: none in the environment, and the node's metadata service gives none"
         return StorageError(f"{what}: {text}", where=where, hint=_CREDENTIALS, errno=errno.EACCES)
+    if not code and "response body" in told:
+        return StorageError(f"{what}: the answer did not come whole: {_short(told)}", where=where, hint=_BROKEN, errno=AWAY)
     if not code and any(word in told.lower() for word in _NO_ANSWER):
         return StorageError(f"{what}: the store does not answer: {_short(told)}", where=where, hint=_UNREACHABLE, errno=AWAY)
     if "path segment" in told:
@@ -72,6 +80,12 @@ def store_error(error: Exception, what: str, where: str) -> StorageError:
     number, hint = _KNOWN.get(code) or _KNOWN.get(status[1] if status else "") or (errno.EIO, "")
     text = f"{found[1]}: {found[2] or ''}".rstrip(": ") if found else _short(told)
     return StorageError(f"{what}: {text}", where=where, hint=hint, errno=number)
+
+
+def is_wordless(error: Exception) -> bool:
+    """A refusal without a code: the answer to a HEAD has no body, which would say what the status means."""
+    told = str(error)
+    return _CODE.search(told) is None and "status code: 4" in told
 
 
 def _short(text: str) -> str:

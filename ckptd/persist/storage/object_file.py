@@ -13,6 +13,7 @@ import obstore
 from ckptd.persist.again import twice
 from ckptd.persist.storage.base import NotFound, StorageError, SyncFailed
 from ckptd.persist.storage.object_errors import store_error
+from ckptd.persist.storage.object_pointer import write_once
 from ckptd.persist.storage.object_windows import WINDOW_BYTES, Windows
 
 if TYPE_CHECKING:
@@ -59,11 +60,13 @@ class ObjectWriter:
             done += count
 
     def finish(self) -> int:
-        """A failure is final for this file (P11): whether the store has it, nobody knows."""
+        """A failure is final for this file (P11): whether the store has it, nobody knows. Of one PUT its token tells, where
+        only the answer was lost: without it a storm of late errors would cost every attempt."""
         self._check()
         try:
             if self._upload is None:
-                obstore.put(self._store, self._key, self._part[: self._fill].data, mode="create", use_multipart=False)
+                if not write_once(self._store, self._key, self._part[: self._fill].data, self._where):
+                    raise StorageError("the name was taken meanwhile", where=self._where, errno=errno.EEXIST)
             else:
                 if self._fill:
                     self._upload.write(self._part[: self._fill].data)

@@ -16,7 +16,7 @@ import msgspec
 import obstore
 
 from ckptd.persist.names import PART
-from ckptd.persist.storage.base import NotFound, Sight
+from ckptd.persist.storage.base import NotFound, Sight, StorageError
 from ckptd.persist.storage.object_errors import store_error
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Commit:
     damage: str = ""
 
 
-def write_once(store: S3Store, key: str, data: bytes, where: str, *, over: str = "") -> bool:
+def write_once(store: S3Store, key: str, data: bytes | memoryview, where: str, *, over: str = "") -> bool:
     """One conditional PUT. over: the entity tag of what it replaces; "": nothing may be there. False: it is not so."""
     token = secrets.token_hex(16)
     for left in reversed(range(WRITE_TRIES)):
@@ -59,10 +59,16 @@ def write_once(store: S3Store, key: str, data: bytes, where: str, *, over: str =
             obstore.put(store, key, data, mode=mode, attributes={TOKEN: token}, use_multipart=False)
             return True
         except Exception as error:
-            made = _token_of(store, key, where)
+            refused = isinstance(error, obstore.exceptions.AlreadyExistsError | obstore.exceptions.PreconditionError)
+            try:
+                made = _token_of(store, key, where)
+            except StorageError:
+                if refused:
+                    raise
+                raise store_error(error, "put", where) from error  # it says more than that nobody answers who wrote it
             if made == token:
                 return True
-            if not isinstance(error, obstore.exceptions.AlreadyExistsError | obstore.exceptions.PreconditionError):
+            if not refused:
                 raise store_error(error, "put", where) from error
             if made is not None or over or not left:  # 409: of two at once the other one may have failed as well
                 return False

@@ -32,10 +32,11 @@ from ckptd.persist.storage.base import (
     is_name,
     split_path,
 )
-from ckptd.persist.storage.object_errors import store_error
+from ckptd.persist.storage.object_errors import is_wordless, store_error
 from ckptd.persist.storage.object_file import ObjectReader, ObjectWriter
 from ckptd.persist.storage.object_pointer import POINTER, Commit, write_once
 from ckptd.persist.storage.object_windows import Windows
+from ckptd.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
@@ -47,6 +48,7 @@ MARK = ".mark-"  # ATTEMPT.mark-keep
 FREE_BYTES = 1 << 60  # a bucket has no end; a quota says so when it is reached
 ROOT_SEEN_S = 30.0  # so long a marker that was seen is taken to be there still; where something is missing it is looked at anew
 KNOWN_MAX = 65536  # pointers whose last state is remembered
+LOOKS_AT_ONCE = 16  # pointers that are read
 TURNS_MAX = 16  # of those who change one pointer at once
 DROP_TURN_S = 300.0  # so long the end of a drop is left to who began it; longer than all its tries of one request take
 DROP_WITHIN_S = 30.0  # and so soon it sends that
@@ -377,18 +379,24 @@ class ObjectStorage:
         return (f"{attempt}/{name}",) if "." in name else (f"{attempt}{MARK}{name}", f"{attempt}/{name}")
 
     def _pointers(self, path: str, objects: Sequence[Any]) -> dict[str, Commit]:
-        """By name. Those that were seen already, in this very state, are not read again."""
-        found: dict[str, Commit] = {}
+        """By name. Those that were seen already, in this very state, are not read again; the others side by side: a daemon that
+        begins has seen none, and a restore waits for it."""
+        found: dict[str, Commit | None] = {}
+        unseen: dict[str, str] = {}
         for meta in objects:
             name = meta["path"].rpartition("/")[2].removesuffix(POINTER)
             pointer = f"{path}/{name}" if path else name
             if meta["path"].endswith(POINTER) and is_name(name):
-                commit = self._known.get(pointer)
-                if commit is None or commit.e_tag != meta["e_tag"]:
-                    commit = self._look(pointer)
-                if commit is not None:
-                    found[name] = commit
-        return found
+                found[name] = self._known.get(pointer)
+                if (commit := found[name]) is None or commit.e_tag != meta["e_tag"]:
+                    unseen[name] = pointer
+        if len(unseen) == 1:
+            found |= {name: self._look(pointer) for name, pointer in unseen.items()}
+        elif unseen:
+            with ThreadPool(min(len(unseen), LOOKS_AT_ONCE), "pointers") as pool:
+                asked = [(name, pool.submit(self._look, pointer)) for name, pointer in unseen.items()]
+                found |= {name: one.result() for name, one in asked}
+        return {name: commit for name, commit in found.items() if commit is not None}
 
     def _damaged(self, pointer: str, commit: Commit) -> StorageError:
         hint = "delete this object where nobody needs the step; a copy of it from before brings the step back"
@@ -424,13 +432,23 @@ class ObjectStorage:
 
     def _open(self, key: str, path: str) -> ObjectReader:
         try:
-            size = obstore.head(self._store, key)["size"]
+            size = self._size(key)
         except Exception as error:
             found = store_error(error, "open", self.locate(path))
             if isinstance(found, NotFound):
                 self._check_root()
             raise found from error
         return ObjectReader(self._store, key, self.locate(path), size, self._windows)
+
+    def _size(self, key: str) -> int:
+        try:
+            return obstore.head(self._store, key)["size"]
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if is_wordless(error):
+                obstore.get_range(self._store, key, start=0, length=1)  # raises what the store has to say
+            raise
 
     def _below(self, path: str) -> tuple[Sequence[str], Sequence[Any]]:
         """Names that more lies below, and the objects directly below ``path``."""
