@@ -2,8 +2,8 @@
 
 Nobody knows beforehand who wants what. So each value has a home, a node that all ask who reads it: the first one is told to, and
 the others get it from there as soon as it is read, out of the memory that it was read into. A node asks only for what it is about
-to read, few values at a time and in an order of its own, so that all of them read, each as much as it can. Whatever goes wrong
-between nodes, the bucket still has the bytes.
+to read, few values at a time and each from a place of its own on, so that all of them read, each as much as it can. Whatever goes
+wrong between nodes, the bucket still has the bytes.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ class Passing:
         self._serving, self._pushing = Tasks(), Threads(passings.pushing)
         self._stop = threading.Event()
 
-    def turn(self, key: Hashable) -> bytes:
-        """Sorted by this, each node's values stand in an order of its own."""
-        return _digest(f"{self._node} {key!r}")
+    def first_of(self, count: int) -> int:
+        """Of so many values in the order that all nodes have them in: each begins at another place and goes on from there, as
+        neighbours lie side by side in the bucket."""
+        return self.nodes.index(self._node) * count // len(self.nodes)
 
     async def fill(self, key: Hashable, into: memoryview, read: Read) -> bool:
         """``read()`` fills ``into``, or another node that has read what goes by this key. True: that. Raises what ``read`` does."""

@@ -82,12 +82,10 @@ class Stored:
             for piece, owner in zip(wanted, whose, strict=True):
                 dest, key = into[at : at + piece.nbytes], (piece.key, owner, piece.box)
                 read = partial(self._read, piece, dest, known)
-                fills.append((key, self._fill(key, dest, read, passed) if shared else _alone(read)))
+                fills.append(self._fill(key, dest, read, passed) if shared else _alone(read))
                 at += piece.nbytes
-            if self._passing is not None:
-                turn = self._passing.turn
-                fills.sort(key=lambda fill: turn(fill[0]))
-            own = sum(await all_ended([fill for _, fill in fills]))
+            first = self._passing.first_of(len(fills)) if self._passing is not None else 0
+            own = sum(await all_ended(fills[first:] + fills[:first]))
         except (CkptdError, OSError):
             return None
         own, peer = own + sum(known), sum(passed)

@@ -69,7 +69,8 @@ class World:
 
     async def restored(self, node: str) -> int:
         """So many values came from other nodes; all are right."""
-        keys = sorted(VALUES, key=self.passings[node].turn)
+        keys, first = list(VALUES), self.passings[node].first_of(len(VALUES))
+        keys = keys[first:] + keys[:first]
         found = await asyncio.gather(*(self.fill(node, key) for key in keys))
         assert [data == data_of(key) for key, (data, _) in zip(keys, found, strict=True)] == [True] * len(keys)
         return sum(passed for _, passed in found)
@@ -101,8 +102,6 @@ async def world() -> AsyncIterator[World]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settle, "REPEAT_S", 0.05)
     monkeypatch.setattr(settle, "UNREACHABLE_S", 0.2)
-    for name in ("HOME_TIMEOUT_S", "PATIENCE_S", "WORD_TIMEOUT_S"):
-        monkeypatch.setattr(module, name, 0.5)
 
 
 async def test_each_value_leaves_the_bucket_once_and_all_nodes_read(world: World) -> None:
@@ -110,6 +109,14 @@ async def test_each_value_leaves_the_bucket_once_and_all_nodes_read(world: World
     assert world.bucket.by_key() == dict.fromkeys(VALUES, 1)
     assert sum(passed) == 2 * len(VALUES)
     assert {node for node, _ in world.bucket.reads} == set(NODES)
+
+
+async def test_each_begins_at_another_place_and_goes_on_from_there(world: World) -> None:
+    """Neighbours lie side by side in the bucket, which gives windows of 4 MiB."""
+    assert [world.passings[node].first_of(10) for node in NODES] == [0, 3, 6]
+    await world.restored("b")
+    read = [key for _, key in world.bucket.reads]
+    assert read == [*list(VALUES)[3:], *list(VALUES)[:3]]
 
 
 async def test_who_comes_later_reads_nothing(world: World) -> None:
@@ -168,9 +175,13 @@ async def test_words_that_get_lost_or_come_twice(world: World, lost: type) -> No
     assert world.bucket.by_key() == dict.fromkeys(VALUES, 1)
 
 
-async def test_a_node_that_says_nothing_is_asked_no_more(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_node_that_says_nothing_is_asked_no_more(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P5: its values are read after one wait, not after one each."""
     assert await world.restored("a") == 0
+    for name in ("HOME_TIMEOUT_S", "PATIENCE_S"):
+        monkeypatch.setattr(module, name, 0.5)
     world.post.copies = lambda sender, to, message: int(sender != "a")
     with caplog.at_level(logging.WARNING):
         await world.restored("b")
