@@ -103,7 +103,8 @@ class UniversalTree:
         scheduler: Any = next((value for name, value in extras.items() if name.endswith("scheduler")), {})
         step = contents.checkpoint.step
         numbers = {"skipped_steps": 0, "global_steps": step, "dp_world_size": 1, "mp_world_size": 1}
-        return {"module": rest, "lr_scheduler": scheduler, **numbers, "extra": extras}
+        shapes = [{self._names[key]: self._params[key].shape for key in keys} for _, keys in self._groups]
+        return {"module": rest, "lr_scheduler": scheduler, **numbers, "param_shapes": shapes, "extra": extras}
 
 
 def _optimizer(contents: Contents) -> OptimizerState:

@@ -43,7 +43,7 @@ def load_plans(path: str, foreign: set[str]) -> Plans:
         if metadata.state.get("mcore_data"):
             hint = "load it with the release of Megatron-Core that saved it, and save it again with 0.16"
             raise CkptdError("Megatron-Core before 0.16 has changed the shapes of its tensors", where=path, hint=hint)
-        held = _held(metadata)
+        held = _held(root, metadata)
         for key, facts in metadata.field("state_dict_metadata").items():
             if _kind(root, key, facts) == _TENSOR:
                 made.tensors[key] = _tensor(root, key, facts, held, foreign)
@@ -72,11 +72,17 @@ def _strange(root: Path, error: Exception) -> CkptdError:
     return CkptdError(f"this metadata is none that torch writes: {error!r}", where=str(root / METADATA))
 
 
-def _held(metadata: Record) -> _Places:
-    return {
-        (index.field("fqn"), None if index.state.get("offset") is None else tuple(index.field("offset"))): info
-        for index, info in metadata.field("storage_data").items()
-    }
+def _held(root: Path, metadata: Record) -> _Places:
+    """Raises CkptdError: the same box lies in two places, by what a plan of torch's has once."""
+    found: _Places = {}
+    for index, info in metadata.field("storage_data").items():
+        key, offset = index.field("fqn"), index.state.get("offset")
+        first = found.setdefault((key, None if offset is None else tuple(offset)), info)
+        if any(first.field(name) != info.field(name) for name in ("relative_path", "offset", "length")):
+            text = f"two places hold {key}: {first.field('relative_path')} and {info.field('relative_path')}"
+            hint = "which of them is right stands nowhere: take another copy of it, or an older one"
+            raise CkptdError(text, where=str(root / METADATA), hint=hint)
+    return found
 
 
 def _kind(root: Path, key: str, facts: Any) -> str:
@@ -87,7 +93,7 @@ def _kind(root: Path, key: str, facts: Any) -> str:
 
 
 def _nested(root: Path, metadata: Record, foreign: set[str]) -> dict[str, Any]:
-    held, paths = _held(metadata), metadata.state.get("planner_data") or {}
+    held, paths = _held(root, metadata), metadata.state.get("planner_data") or {}
     found: dict[str, Any] = {}
     for key, facts in metadata.field("state_dict_metadata").items():
         is_tensor = _kind(root, key, facts) == _TENSOR

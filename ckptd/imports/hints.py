@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ckptd.imports.naming import SCHEDULER
+
 if TYPE_CHECKING:
     from ckptd.imports.optimizers import Named
 
@@ -19,7 +21,7 @@ def hints(made: Named, *, first: bool) -> Iterator[str]:
         begins = f"--step {step} begins there" if name in STEPS else "--step begins at another step"
         yield f"step 0; the file says {name}={step}: {begins}"
     for name in made.meta:
-        if "sched" in name.lower():
+        if SCHEDULER in name.lower():
             owner = name.rpartition(".")[2]
             yield (
                 f"{name} is in the meta only; --prefix-map {name}={owner} is for register({owner}=...),"

@@ -23,6 +23,8 @@ OWNERS = {  # what programs call them at the top of a file
 OPTIMIZER = "optimizer"
 FSDP1 = "_flat_param"
 EXTRA = "_extra_state"
+SCHEDULER = "sched"  # in a name
+BESIDE = "extra"  # what `ckptd export --to torch` calls all that is neither model nor optimizer
 
 
 def as_planned(plans: Plans) -> Named:
@@ -46,8 +48,14 @@ def named(tree: Mapping[Any, Any], prefixes: PrefixMap, order: ParamOrder, *, as
     made, bare, optimizers = Named(), dict[str, Stored](), dict[str, Any]()
     for name, value in taken_out({OPTIMIZER: tree} if is_optimizer(tree) else tree, optimizers).items():
         owner = OWNERS.get(str(name), str(name))
+        if name == BESIDE and isinstance(value, Mapping):
+            value = _without_values(made, prefixes, value)
+            if not value:
+                continue
         if isinstance(value, Stored):
             bare[str(name)] = value
+        elif isinstance(value, Mapping) and SCHEDULER in str(name).lower() and _is_value(value):
+            _add_value(made, prefixes, str(name), value)  # a learning rate may be a tensor
         elif isinstance(value, Mapping) and any(isinstance(leaf, Stored) for _, leaf in _leaves(value, "")):
             for path, leaf in unwrapped(_leaves(value, "")):
                 _add(made, prefixes.rename(f"{owner}.{path}"), leaf)
@@ -115,8 +123,21 @@ def _add_value(made: Named, prefixes: PrefixMap, name: str, value: Any) -> None:
         made.meta[name] = plain(value)
 
 
+def _without_values(made: Named, prefixes: PrefixMap, extra: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """What is left when a scheduler's state, as an example, went where plain values go, which one tensor among its numbers, or
+    beside it, would have made the state of a module."""
+    values = {key: value for key, value in extra.items() if _is_value(value)}
+    if values or not extra:
+        _add_value(made, prefixes, BESIDE, values)
+    return {key: value for key, value in extra.items() if key not in values}
+
+
+def _is_value(value: Any) -> bool:
+    return not all(isinstance(leaf, Stored) for _, leaf in _leaves(value, "")) and why_not(value) is None
+
+
 def _leaves(value: Any, path: str) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and path.rpartition(".")[2] != EXTRA:
         for name, item in value.items():
             yield from _leaves(item, f"{path}.{name}" if path else str(name))
     elif isinstance(value, list) and any(isinstance(item, Stored | dict | list) for item in value):

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,10 @@ def _entries(path: str) -> list[tuple[str, Place, tuple[int, ...]]]:
                 raise CkptdError("a zip, as torch.save writes it, and no safetensors file", where=path, hint="--from torch")
             if length > min(HEADER_BYTES_MAX, size):
                 raise CkptdError(TORN, where=path, hint="or it is no safetensors file")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_once)
         start, meta = _LENGTH.size + length, header.pop("__metadata__", {})
         offsets = json.loads(meta.get("DCP_SHARDING_INFO", "{}"))
+        _check_apart(path, header)
         return [_entry(path, start, key, row, offsets) for key, row in header.items()]
     except OSError as error:
         raise CkptdError(f"cannot be read: {error.strerror or error}", where=path) from error
@@ -88,10 +90,30 @@ def _entries(path: str) -> list[tuple[str, Place, tuple[int, ...]]]:
         raise CkptdError(f"this safetensors header does not parse: {error!r}", where=path) from error
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError: a name twice, of which the later one would count."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name} is named twice")
+        found[name] = value
+    return found
+
+
+def _check_apart(path: str, header: dict[str, Any]) -> None:
+    """Raises CkptdError: two tensors share bytes, which safetensors itself refuses to open."""
+    places = sorted((int(begin), int(end), key) for key, row in header.items() for begin, end in [row["data_offsets"]])
+    for (_, end, key), (begin, _, other) in pairwise(place for place in places if place[0] < place[1]):
+        if begin < end:
+            raise CkptdError(f"{key} and {other} lie over each other", where=path, hint="the file is damaged: save it again")
+
+
 def _entry(path: str, start: int, key: str, row: dict[str, Any], offsets: dict[str, Any]) -> tuple[str, Place, tuple[int, ...]]:
-    dtype, sizes, (begin, end) = row["dtype"], tuple(map(int, row["shape"])), row["data_offsets"]
+    dtype, sizes, (begin, end) = row["dtype"], tuple(map(int, row["shape"])), map(int, row["data_offsets"])
     if dtype not in ITEMSIZE:
         raise CkptdError(f"{key} has dtype {dtype}, which is not known", where=path)
+    if min(begin, *sizes, 0) < 0:
+        raise CkptdError(f"{key} begins before the data, or has a size below 0", where=path)
     if end - begin != math.prod(sizes) * ITEMSIZE[dtype]:
         raise CkptdError(f"{key} has {end - begin} bytes, and another shape", where=path)
     at = tuple(map(int, offsets[key]["saved_offsets"])) if key in offsets else (0,) * len(sizes)

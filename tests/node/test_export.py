@@ -27,6 +27,8 @@ from ckptd.export.export import Report, Request, export
 from ckptd.persist.names import step_dir
 from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import DEFAULT, JOB, make_world, save
+from tests.node.commands import Cli
+from tests.node.imports import restored, run_import
 from tests.node.optimizer_zoo import EightBit, Lookahead
 from tests.node.optimizer_zoo import train as train_zoo
 from tests.node.trained import STEPS, Small, Train, steps_of, trained
@@ -221,3 +223,87 @@ def test_stages_have_groups_of_their_own(tmp_path: Path) -> None:
 
 def assert_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+# --- and back: `ckptd import` of it, as another job -----------------------------------------------------------------
+def exported_by(cli: Cli, source: Path | str, dest: Path, *how: object) -> Path:
+    ran = cli("export", source, dest, "--to", *how)
+    assert ran.code == 0, ran.err
+    return dest
+
+
+def zeros(dtype: torch.dtype = torch.bfloat16) -> tuple[Small, torch.optim.Optimizer, Any]:
+    """What it all is to come back into. dtype: of the layer that is bfloat16 in training."""
+    model = Small()
+    model.middle.to(dtype)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=torch.tensor(9.0))
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def tensors_of(model: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def names(small: Trained, path: Path) -> Path:
+    """As docs/OPERATIONS.md has the program write it."""
+    of = {p: name for name, p in small.model.named_parameters()}
+    path.write_text("\n".join(of[p] for group in small.optimizer.param_groups for p in group["params"]))
+    return path
+
+
+def test_one_file_of_torch(small: Trained, cli: Cli, tmp_path: Path) -> None:
+    """Model with its ties and extra state, optimizer, and the values beside them, in the meta. A scheduler with one tensor among
+    its numbers, and a module's extra state, were taken to pieces."""
+    exported_by(cli, small.directory, tmp_path / "a.pt", "torch")
+    report = run_import(cli, tmp_path / "a.pt", "torch", tmp_path / "root", "--param-names", names(small, tmp_path / "names"))
+    assert report["aliases"] == {"model.head.weight": "model.embed.weight"} and report["notes"] == []
+    model, optimizer, scheduler = zeros()
+    extra = restored(tmp_path / "root", model=model, optimizer=optimizer)["meta"]["extra"]
+    scheduler.load_state_dict(extra["extra.scheduler"])
+    assert_same(dict(model.state_dict()), dict(small.model.state_dict()))
+    assert_same(optimizer.state_dict(), small.optimizer.state_dict())
+    assert_same(scheduler.state_dict(), small.scheduler.state_dict())
+    assert model.head.weight is model.embed.weight and extra["extra.progress"] == {"seen": {1: (2, 3)}} and "rng" in extra
+    exported_by(cli, report["path"], tmp_path / "b.pt", "torch")
+    one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+    assert_same(two["model"], one["model"])
+    assert_same(two["optimizer"]["state"], one["optimizer"]["state"])
+    ways = ("foreach", "fused", "capturable", "differentiable")  # to compute, which an import leaves to the program
+    settings = [{name: value for name, value in group.items() if name not in ways} for group in one["optimizer"]["param_groups"]]
+    assert_same(two["optimizer"]["param_groups"], settings)
+
+
+def test_files_of_the_hub_as_they_are(small: Trained, cli: Cli, tmp_path: Path) -> None:
+    """The same files again, byte by byte: all tensors of the model, what is tied once."""
+    exported_by(cli, small.directory, tmp_path / "a", "hf", "--as-is", "--shard-size", "300")
+    report = run_import(cli, tmp_path / "a", "hf", tmp_path / "root", "--prefix-map", "=model.")
+    exported_by(cli, report["path"], tmp_path / "b", "hf", "--as-is", "--shard-size", "300")
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(files) > 2 and files == sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
+    model, *_ = zeros()
+    restored(tmp_path / "root", strict=False, model=model)
+    assert_same(tensors_of(model), tensors_of(small.model))
+
+
+def test_a_universal_checkpoint_of_deepspeed(small: Trained, cli: Cli, tmp_path: Path) -> None:
+    """Parameters and Adam's states as F32, groups, the scheduler, what DeepSpeed does not load; import found no shapes in it."""
+    exported_by(cli, small.directory, tmp_path / "a", "deepspeed", "--zero", "2")
+    more = ("--prefix-map", "lr_scheduler=extra.scheduler")
+    report = run_import(cli, tmp_path / "a", "universal", tmp_path / "root", *more)
+    assert report["notes"] == [] and "model.head.weight" not in report["tensors"], "what is tied is there once"
+    model, optimizer, scheduler = zeros(torch.float32)
+    said = restored(tmp_path / "root", strict=False, model=model, optimizer=optimizer, extra={"scheduler": scheduler})
+    assert said["meta"]["extra"]["extra.progress"] == {"seen": {1: (2, 3)}}
+    assert_same(scheduler.state_dict(), small.scheduler.state_dict())
+    widened = Small()
+    widened.load_state_dict(small.model.state_dict())
+    widened.middle.float().load_state_dict(small.model.middle.state_dict())
+    assert_same(tensors_of(model), tensors_of(widened))
+    wanted, found = small.optimizer.state_dict(), optimizer.state_dict()
+    assert_same(found["param_groups"], wanted["param_groups"])
+    wide = {number: {name: value.float() for name, value in state.items()} for number, state in wanted["state"].items()}
+    assert_same(found["state"], wide)

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from ckptd.choices import Share
 from ckptd.core.errors import CkptdError
@@ -41,7 +43,8 @@ def exported(source: Path, dest: Path, to: str, part: str | None = None, dies_at
         if dies_at is not None and done >= dies_at:
             raise Killed
 
-    return export(Request(str(source), str(dest), to, TENSORS, part=part), shown)
+    how: dict[str, Any] = {"as_is": True, "shard_size": "3MB"} if to == "hf" else {}
+    return export(Request(str(source), str(dest), to, TENSORS, part=part, **how), shown)
 
 
 def check(dest: Path, to: str, world: World) -> None:
@@ -97,6 +100,26 @@ def test_a_part_that_was_killed_goes_on_and_one_that_lacks_is_made_up_for(
     report = exported(source, tmp_path / "out", to)
     assert 0 < report.written < report.nbytes and report.written + report.reused == report.nbytes
     check(tmp_path / "out", to, world)
+
+
+def test_files_of_the_hub_in_parts_of_which_one_was_killed(original: tuple[Path, World], tmp_path: Path) -> None:
+    """A file is whole when all of its tensors are, whoever wrote them; what is tied is there once."""
+    source, world = original
+    exported(source, tmp_path / "whole", "hf")
+    first = exported(source, tmp_path / "out", "hf", "1/2")
+    with pytest.raises(Killed):
+        exported(source, tmp_path / "out", "hf", "2/2", dies_at=1)
+    second = exported(source, tmp_path / "out", "hf", "2/2")
+    assert not (tmp_path / "out").exists() and min(first.written, second.written) > 0
+    assert first.written + second.written + second.reused == first.nbytes
+    report = exported(source, tmp_path / "out", "hf")
+    assert report.written == 0 and report.reused == report.nbytes
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert found == {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()} and len(found) == 3
+    values = {name: value for path in (tmp_path / "out").glob("*.safetensors") for name, value in load_file(path).items()}
+    assert {name: raw(value) for name, value in values.items()} == {
+        key.removeprefix("model."): of_world(world, key) for key in ("model.wide", "model.tall", "model.norm", "model.mean")
+    }
 
 
 def test_who_may_write_it_now(original: tuple[Path, World], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from ckptd.persist.opening import verify
@@ -399,6 +400,15 @@ def test_a_numbered_optimizer_of_dcp_is_asked_for_its_names(cli: Cli, tmp_path: 
     pair.same(other)
 
 
+def by_two_ranks(save_one: Any, folder: Path) -> None:
+    ranks = [multiprocessing.get_context("fork").Process(target=save_one, args=(rank, str(folder))) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(60)
+        assert one.exitcode == 0
+
+
 def _save_rows(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}.store", 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
@@ -411,12 +421,7 @@ def _save_rows(rank: int, folder: str) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_uneven_shards_of_two_ranks(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "dcp"
-    ranks = [multiprocessing.get_context("fork").Process(target=_save_rows, args=(rank, str(folder))) for rank in range(2)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(60)
-        assert one.exitcode == 0
+    by_two_ranks(_save_rows, folder)
     run_import(cli, folder, "dcp", tmp_path / "root")
     state = {"rows": torch.zeros(7, 5), "columns": torch.zeros(3, 5, dtype=torch.int64)}
     restored(tmp_path / "root", model=state)
@@ -437,3 +442,27 @@ def test_a_flat_buffer_of_fsdp1_says_nothing_of_parameters(cli: Cli, tmp_path: P
     save({"model": {"_fsdp_wrapped_module._flat_param": torch.zeros(8)}}, tmp_path / "dcp")
     ran = cli("import", tmp_path / "dcp", "--from", "dcp", "--job", JOB, "--storage-root", tmp_path / "root")
     assert ran.code == 1 and "LOCAL_STATE_DICT" in ran.err and "SHARDED_STATE_DICT" in ran.err
+
+
+def _save_flat(rank: int, folder: str) -> None:
+    """As FSDP1 gives it when it is asked for what it holds: one alone has nothing flat."""
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}.store", 2), rank=rank, world_size=2)
+    cpu, wrap = torch.device("cpu"), FullyShardedDataParallel
+    model = torch.nn.Sequential(wrap(Net().low.float(), device_id=cpu), wrap(Net().embed, device_id=cpu, use_orig_params=True))
+    with wrap.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        state = {"model": model.state_dict()}
+    torch.save(state, f"{folder}-{rank}.pt")
+    save(state, folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_fsdp1_holds_says_nothing_of_parameters(cli: Cli, tmp_path: Path) -> None:
+    """A real one, by both of torch's writers: of the file, the class of its tensors is one that no pickle of states has."""
+    by_two_ranks(_save_flat, tmp_path / "dcp")
+    flags = ("--job", JOB, "--storage-root", tmp_path / "root")
+    ran = cli("import", tmp_path / "dcp", "--from", "dcp", *flags)
+    assert ran.code == 1 and "LOCAL_STATE_DICT" in ran.err and "_flat_param" in ran.err, ran
+    ran = cli("import", tmp_path / "dcp-1.pt", "--from", "torch", *flags)
+    assert ran.code == 1 and "dcp-1.pt" in ran.err, ran
+    assert not (tmp_path / "root").exists()

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
@@ -24,6 +27,7 @@ from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import epoch_record
 from tests.node.commands import Cli
 from tests.node.imports import JOB, STEP, Net, restored, run_import
+from tests.node.test_import_twice import rewritten as rewritten_metadata
 
 # Of protocol 0, as text: c MODULE NAME, arguments, R.
 SYSTEM = b"cposix\nsystem\n(S'touch %s'\ntR."
@@ -171,6 +175,53 @@ def test_a_source_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
         ran = cli("import", tmp_path / f"{name}.pt", "--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root")
         assert ran.code == 1 and "torch.nn.modules.linear.Linear" in ran.err and "--only" not in ran.err, ran.err
     assert "no storage root" in cli("import", tmp_path / "list.pt", "--from", "torch", "--job", JOB).err
+
+
+# --- torch.distributed.checkpoint and Megatron ----------------------------------------------------------------------
+def hostile(folder: Path, change: Callable[[Metadata], object]) -> Path:
+    dcp.save({"model": {"w": torch.arange(6.0)}}, storage_writer=dcp.FileSystemWriter(folder, per_thread_copy_ahead=0))
+    return rewritten_metadata(folder, change)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_metadata_of_dcp_that_is_hostile(cli: Cli, tmp_path: Path) -> None:
+    """Refused, by the name of what is foreign or of the file outside that it points to; nothing is run, nothing written."""
+    evil, flags = Evil(tmp_path / "pwned"), ("--job", JOB, "--storage-root", tmp_path / "root")
+    outside = ["../secret", str(tmp_path / "secret")]
+
+    def at(name: str) -> Callable[[Metadata], object]:
+        return lambda m: m.storage_data.update({index: type(info)(name, 0, 10) for index, info in m.storage_data.items()})
+
+    def kind(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.w"] = evil
+
+    (tmp_path / "secret").write_text("of another one")
+    cases: list[tuple[Callable[[Metadata], object], str]] = [(kind, "model.w is saved as <posix.system>")]
+    cases += [(at(name), f"torn: {name} is named by the metadata") for name in outside]
+    cases += [(lambda m: m.planner_data.update({"model.w": evil}), "cannot be kept: it holds a posix.system")]
+    for number, (change, why) in enumerate(cases):
+        more = ["--as-is"] if "kept" in why else []
+        ran = cli("import", hostile(tmp_path / str(number), change), "--from", "dcp", *flags, *more)
+        assert ran.code == 1 and why in " ".join(ran.err.split()), ran
+    (tmp_path / "0" / ".metadata").write_bytes(SYSTEM % str(tmp_path / "pwned").encode())
+    ran = cli("import", tmp_path / "0", "--from", "dcp", *flags)
+    assert ran.code == 1 and "this metadata is none that torch writes" in ran.err, ran
+    assert not (tmp_path / "root").exists() and not (tmp_path / "pwned").exists()
+    report = run_import(cli, tmp_path / str(number), "dcp", tmp_path / "root")
+    assert report["foreign"] == ["posix.system"] and not (tmp_path / "pwned").exists(), "which the names do not hang on"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_common_file_of_megatron_that_is_hostile(cli: Cli, tmp_path: Path) -> None:
+    """Megatron's own has foreign classes, too (a Namespace of arguments): they are inert, named, and bytes for whoever loads it."""
+    folder = hostile(tmp_path / "iter_0000005", lambda metadata: None)
+    torch.save({"iteration": 5, "args": Evil(tmp_path / "pwned")}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    report = run_import(cli, folder, "torch_dist", tmp_path / "root")
+    assert report["foreign"] == ["posix.system"] and not (tmp_path / "pwned").exists()
+    (folder / "common.pt").write_bytes(SYSTEM % str(tmp_path / "pwned").encode())
+    ran = cli("import", folder, "--from", "torch_dist", "--job", "other", "--storage-root", tmp_path / "root")
+    assert ran.code == 1 and "no file of torch.save" in ran.err and not (tmp_path / "pwned").exists()
 
 
 PLACES = ["persist.write.chunk", "persist.write.synced", "persist.claim.published", "persist.commit.checked"]

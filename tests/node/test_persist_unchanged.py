@@ -114,6 +114,34 @@ def test_a_frozen_base_is_written_once_and_stays_as_long_as_it_is_needed(storage
     check(storage, STEPS[3], unfrozen)
 
 
+def experts(step: int, idle: int) -> World:
+    """Four, each a parameter with its optimizer's state on one of two ranks; no token has come to one of them since step 1."""
+    items: dict[int, list[LayoutItem]] = {0: [], 1: []}
+    for number, (name, role) in enumerate((f"{owner}.{at}.w", owner) for at in range(4) for owner in ("param", "optim")):
+        items[number // 4].append(LayoutItem(name, "F32", (64, 1024), Box.whole((64, 1024)), role, UNIQUE, 1))
+    still = {(f"{owner}.{idle}.w", None): values_of(owner, idle) for owner in ("param", "optim")}
+    return make_world(items, seed=step, values=still)
+
+
+def values_of(owner: str, number: int) -> np.ndarray:
+    return np.random.default_rng([len(owner), ord(owner[0]), number]).integers(0, 256, (64, 1024, 4), np.uint8)
+
+
+@pytest.mark.parametrize("idle", [0, 3])
+def test_an_expert_that_saw_no_token_is_not_written_again(idle: int) -> None:
+    """Only what the others have learned is, by both ranks."""
+    storage = MemoryStorage()
+    for step in STEPS[:2]:
+        save(storage, experts(step.step, idle), step, dedup=True)
+    contents = read(storage, step_dir(JOB, STEPS[1]))
+    where = {key: {contents.manifest.files[chunk.file].of for chunk in contents.index.chunks_at(at)}
+             for at, key in enumerate(contents.index.names.keys)}  # fmt: skip
+    still = {f"{owner}.{idle}.w" for owner in ("param", "optim")}
+    assert where == {key: {STEPS[0] if key in still else None} for key in where} and len(where) == 8
+    assert own_bytes(storage, STEPS[1]) - 6 * (256 << 10) < 4096
+    check(storage, STEPS[1], experts(STEPS[1].step, idle))
+
+
 @pytest.mark.parametrize("changed", [None, 0, 1, 700])
 def test_what_several_ranks_of_a_node_have_together_is_compared_by_its_bytes(changed: int | None) -> None:
     """One box of two ranks' rows, of which nobody has sums: block by block."""
