@@ -10,6 +10,7 @@ from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward.certify import IDLE_S, RELEASES_NAMED_MAX, REPEAT_S, REPEATS_LIVELY
+from ckptd.core.protocol.machine.steward.table import FALLEN_KEPT_MAX
 from tests.core.certificates import BOTH, OLD, OLD_ONES, released, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 
@@ -83,6 +84,10 @@ def test_who_lists_what_nobody_holds_any_more_beside_a_newer_one_hears_that_it_i
     assert {one for c in said for one in c.releases} == set(listed)
     assert max(len(c.releases) for c in said) <= RELEASES_NAMED_MAX
     assert node.level(7, to="d") == 1
+    mark = node.mark
+    node.tick(REPEAT_S + 0.5)
+    again = {one for c in node.certificates("d", mark) if c.snapshot == at(7) for one in c.releases}
+    assert again == set(listed[-FALLEN_KEPT_MAX:]), "that word may be lost (simulator, seed 43382391723)"
 
 
 def test_who_shows_what_was_lost_before_it_could_be_read_hears_that_it_fell() -> None:

@@ -18,7 +18,7 @@ from ckptd.core.redundancy.parity_sets import Member as Position
 from ckptd.core.redundancy.parity_sets import ParitySet, ParityShard, shard_layout
 from ckptd.core.redundancy.policies import Parity
 from tests.core.flushes import ask, step_of
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, Steward, at, fact, layout, member, only, record_of
 from tests.core.parity_rig import (
     PATIENCE_S,
     XOR,
@@ -452,3 +452,30 @@ def test_a_parity_set_of_which_one_position_came_to_live_in_two_domains_is_made_
     mark = lose(node, "b")
     node.tick(REPEAT_S)
     assert node.said(msg.Holders, since=mark) == [], "what is missing may come back with b"
+
+
+def test_a_position_that_came_to_lie_in_two_domains_comes_together_for_one_that_was_lost() -> None:
+    """P14: a drain had moved its parity when a copy of its data was made in the domain of another position, which had no place any
+    more when it was lost (simulator, seed 43382420485)."""
+    record, domains = record_of("abc"), {"b": "x", "d": "x", "c": "y", "e": "y"}
+    nodes = [replace(node, domain=domains.get(node.node, node.domain)) for node in (*record.nodes, member("d"), member("e"))]
+    policy = Policy(redundancy=XOR, steward_timeout_s=PATIENCE_S)
+    node = protected(Steward(replace(record, nodes=tuple(nodes)), policy).train())
+    (parity_set,) = node.machine.steward.table.states[at(7)].shards
+    moved, lost = ParityShard(parity_set, 2), ParityShard(parity_set, 1)
+    leaves(node, "c")
+    make(node, "e", moved)
+    node.others["c"].held(shard_fact(moved), lost=True)
+    node.others["d"].held(fact(7, 2, 1, world=3))
+    lose(node, "b")
+    mark = node.mark
+    comes_back(node, "b")
+    node.tick(2 * PATIENCE_S)
+    assert ordered(node, mark) == {("e", 2, True)}, "the lost one has no place yet"
+    node.others["e"].held(fact(7, 2, 1, world=3))
+    node.tick(2 * REPEAT_S)
+    assert ("b", 1, True) in ordered(node, mark)
+    node.others["b"].held(fact(7, 1, 1, world=3))
+    make(node, "b", lost)
+    node.tick(1.0)
+    assert node.level(7) == 1

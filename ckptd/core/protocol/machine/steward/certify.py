@@ -147,7 +147,8 @@ class Certify:
         self._ctx.send(node, said)
 
     def _say_gone(self, node: str, listed: list[SnapshotId]) -> None:
-        """Nobody holds anything of these. Those before a newer one went for it as a rule, and may be many."""
+        """Nobody holds anything of these. Those before a newer one went for it as a rule, and may be many: they are named in the
+        newest certificate from now on, as this word may be lost."""
         certified = self._newest_certified()
         older = [snapshot for snapshot in listed if certified is not None and snapshot < certified.snapshot]
         for snapshot in listed[len(older) :]:
@@ -156,6 +157,8 @@ class Certify:
         for first in range(0, len(older), RELEASES_NAMED_MAX):
             some = tuple(older[first : first + RELEASES_NAMED_MAX])
             self.say_fallen(node, some[-1], some)
+        for snapshot in older:
+            self._table.keep_fallen(snapshot)
 
     def tell_all(self, node: str, listed: list[SnapshotId]) -> None:
         """A node that has just told what it holds hears what holds. listed: of these it was told a level."""
@@ -222,7 +225,7 @@ class Certify:
         self._table.release(state.snapshot)
         self._rounds = 0
 
-    def name_releases(self) -> None:
+    def name_releases(self, *, tell: bool = True) -> None:
         """In the newest certificate, for a node that missed it; in no other, which would name what is released no more."""
         newest, gone = self._newest_certified(), self._gone()
         for state in self._table.states.values():
@@ -233,7 +236,8 @@ class Certify:
         if gone != newest.certificate.releases:
             self._serial += 1
             newest.certificate = replace(newest.certificate, serial=self._serial, releases=gone)
-            self._broadcast(newest)
+            if tell:
+                self._broadcast(newest)
 
     def _gone(self) -> tuple[SnapshotId, ...]:
         released = list(self._table.released)[-RELEASES_NAMED_MAX:]  # it is in order of release
@@ -288,6 +292,7 @@ class Certify:
         self.tell_durable()
         self.tell_released()
         self._tell_fallen()
+        self.name_releases(tell=False)  # what came to be known as gone since; each certificate is said now anyway
         self._parities.forget(set(self._table.states))
         for snapshot in sorted(self._table.states):
             state = self._table.states[snapshot]

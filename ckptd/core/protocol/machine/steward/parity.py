@@ -190,6 +190,7 @@ class Parities:
         """What is missing comes first: what only moves would take its place."""
         parity_set, data, shards = held.parity_set, held.data, held.shards
         here = [at for at, nodes in held.all_data.items() if nodes], [at for at, nodes in held.all_shards.items() if nodes]
+        crowded = False
         for at in sorted(range(len(parity_set.members)), key=lambda at: bool(held.all_shards.get(at))):
             member = parity_set.members[at]
             lacks_data, lacks_shard = member.rank != NOBODY and not data.get(at), not shards.get(at)
@@ -203,12 +204,24 @@ class Parities:
                 to = self._place_of(state, held, at, spare, anywhere=False, moves=False)
                 lacks_data, lacks_shard = lost, unmade
             if to is None:
+                crowded |= lost or unmade
                 continue
             state.moved[parity_set, at] = to
             if lacks_data and (lost or any(held.all_shards.values())):  # without parity there is nothing to make it of
                 self._send(state, ParityShard(parity_set, at), to, sources, True)
             if not lost and lacks_shard:
                 self._send(state, ParityShard(parity_set, at), to, sources, False)
+        if crowded:
+            self._bring_together(state, held, spare)
+
+    def _bring_together(self, state: SnapshotState, held: Held, spare: list[str]) -> None:
+        """A position whose data lies in one domain and whose parity in another leaves none for one that was lost: a drain had begun
+        to move it when a copy of its data was made elsewhere. Its data comes to its parity, and then that is its place."""
+        for at, nodes in sorted(held.shards.items()):
+            apart = nodes and held.data.get(at) and not {*nodes} & {*held.data[at]}
+            to = self._place_of(state, held, at, spare, anywhere=False, moves=False) if apart else None
+            if to in nodes and to is not None:
+                self._send(state, ParityShard(held.parity_set, at), to, self._sources(state, held), True)
 
     def _place_of(
         self, state: SnapshotState, held: Held, at: int, spare: list[str], *, anywhere: bool, moves: bool

@@ -21,7 +21,7 @@ from ckptd.core.state_map.layout_reader import TableNotHere
 
 STUDIED_MAX = 16  # sets of layouts, fewer than agreement and classes are remembered for; a job has one or two alive
 RELEASED_KEPT_MAX = 64  # released snapshots named again in certificates, for a node that missed it
-FALLEN_KEPT_MAX = 16  # the same of what fell
+FALLEN_KEPT_MAX = 64  # the same of what fell: as many as a node that comes back says that it was told
 
 
 class SnapshotTable:
