@@ -80,16 +80,19 @@ def keep(
     branch = {commit.snapshot for commit in restorable}
     first = min((fork.epoch for fork in record.ancestry), default=record.number) if record is not None else 0
     few = len(good) < policy.keep_last
-    kept: list[CommitInfo] = []
-    doomed: list[CommitInfo] = []
-    needed: set[SnapshotId] = set()
-    for commit in reversed(ordered):
+    stays: set[SnapshotId] = set()
+    for commit in ordered:
         nth = commit.snapshot in branch and _nth(commit, policy)
         left = few and commit.snapshot.epoch < first
-        stays = commit.keep or commit.snapshot in last | needed or commit.snapshot > good[-1] or nth or left
-        (kept if stays else doomed).append(commit)
-        needed |= commit.of if stays else set()
-    return kept[::-1], doomed[::-1]
+        if commit.keep or commit.snapshot in last or commit.snapshot > good[-1] or nth or left:
+            stays.add(commit.snapshot)
+    needs = {commit.snapshot: commit.of for commit in ordered}
+    open_ = [*stays]
+    while open_:  # also of a newer one: an older step may have come later, and named it
+        new = (needs[open_.pop()] & needs.keys()) - stays
+        stays |= new
+        open_ += new
+    return [c for c in ordered if c.snapshot in stays], [c for c in ordered if c.snapshot not in stays]
 
 
 def _nth(commit: CommitInfo, policy: Policy) -> bool:

@@ -69,6 +69,13 @@ def test_what_holds_files_of_one_that_stays_or_is_read_stays() -> None:
     assert {found.step for found in leased.may_go(Policy(keep_last=1))} == {10, 20, 40}
 
 
+def test_what_holds_files_of_an_older_one_that_came_later_stays() -> None:
+    """P12: its flush had failed a few times, so it named files of a newer one, as checkpoints on storage may."""
+    late = CommitInfo(SnapshotId(1, 10), True, True, of=frozenset({SnapshotId(1, 20)}))
+    commits = [late, commit(20), commit(30), commit(40)]
+    assert steps(keep(commits, Policy(keep_last=1), epoch(1))[1]) == [30]
+
+
 def test_a_stale_daemon_deletes_nothing() -> None:
     commits = [commit(1), commit(2), commit(3, 2)]
     assert keep(commits, Policy(keep_last=1), epoch(1)) == (commits, [])
