@@ -18,12 +18,14 @@ from ckptd_client.boxes import Blob, Box, Boxes
 from ckptd_client.catalogue import Catalogue
 from ckptd_client.entries import Owner
 from ckptd_client.handles import LEVELS, NOT_SAVED, reached
+from ckptd_client.session import GRANTED_AHEAD, LARGER
 from ckptd_client.troubles import brief
 
 if TYPE_CHECKING:
     from ckptd_client.client import Client
 
 SAVING_TIMEOUT_S = 600.0
+MISSED_EACH_OTHER = f"skipped: {GRANTED_AHEAD}", f"skipped: {LARGER}"  # one rank took a grant that another one could not
 OWNER = "$explicit"
 NO_STEP = -1
 Row = tuple[str, Sequence[int], Sequence[int], Tensor]  # (key, offsets, sizes, where it goes to)
@@ -207,8 +209,12 @@ class _Job:
         handle = client.snapshot(step, must=True)
         if handle.status.startswith("skipped") and time.monotonic() < deadline:
             handle = client.snapshot(step, must=True)  # the other ranks come later
+        first = "sealed" if sealed is not None else level
         try:
-            status = client.wait("sealed" if sealed is not None else level, max(0.0, deadline - time.monotonic()))
+            status = client.wait(first, max(0.0, deadline - time.monotonic()))
+            while status.startswith(MISSED_EACH_OTHER) and time.monotonic() < deadline:  # all of them wait for this very step
+                handle = client.snapshot(step, must=True)
+                status = client.wait(first, max(0.0, deadline - time.monotonic()))
         finally:
             if sealed is not None:
                 save.give_up("what it was given may have been written since")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptd_client import Client, handles
+import torch
+from ckptd_client import Box, Client, handles
 from ckptd_client.capture import INTERRUPTED, Engine
 from ckptd_client.copying import Copy
 from ckptd_client.gradients import Accumulation
@@ -359,3 +360,28 @@ def test_who_may_have_been_released_for_one_that_was_not_heard_of_is_not_void(ne
     assert hear(2, *((0,) if newer_is_sealed else (-1, "it was not sealed")))
     assert hear(1, -1, "nobody holds it") is not newer_is_sealed
     assert made[1].status == (handles.RELEASED if newer_is_sealed else "void: nobody holds it")
+
+
+def test_ranks_that_missed_each_other_save_the_step_all_the_same(tmp_path: Path) -> None:
+    """One took the first grant, which another one could not, as its slot was being made larger: what was granted then is for a
+    later step, until both ask again (make test on a busy machine)."""
+    with RankDaemonDouble(tmp_path / "d.sock", granting="never") as daemon:
+        daemon.on_asked = False
+        with Client.connect(job="own", socket=str(daemon.path), required=True, must_timeout_s=0.3) as client:
+            ended: list[str] = []
+
+            def save() -> None:
+                with client.saving(1, level="sealed", timeout=60.0) as saving:
+                    saving.add(Box("numbers", torch.arange(4.0), (4,), (0,)))
+                ended.append(client._last.status if client._last is not None else "")
+
+            saves = threading.Thread(target=save)
+            saves.start()
+            asked = lambda: sum(said.step == 1 and said.asks for said in daemon.messages(wire.Called))  # noqa: E731
+            daemon.wait_for(lambda: asked() == 1)
+            ahead = until(lambda: daemon.grant(2), what="a free slot")
+            daemon.wait_for(lambda: asked() >= 4)
+            daemon.take_back(ahead)
+            until(lambda: daemon.grant(1), what="a free slot")
+            saves.join(30)
+            assert ended == ["durable"]
