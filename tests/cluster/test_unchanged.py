@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.chaos.points import WRITING
 from tests.cluster.nodes import Cluster, Node, Trainer, together
 from tests.cluster.test_bad_storage import checkpoint
 from tests.cluster.test_frozen import FROZEN_BYTES, MIB
@@ -83,3 +86,29 @@ def test_of_a_table_the_rows_that_were_looked_up_are_written(nodes: Cluster) -> 
     node.kill()
     (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="table")
     assert alone.do("restore") == STEPS and alone.do("digest") == digest
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", WRITING)
+def test_a_daemon_that_dies_while_it_writes_rows_loses_none(nodes: Cluster, point: str) -> None:
+    """P1, P4: at the third step, which names the first one's pieces; the steps after it are of what was committed."""
+    storage = nodes.root / "storage"
+    storage.mkdir()
+    patterns = "model.rows*,optimizer.model.rows*"
+    node = nodes.node(storage_root=storage, replicas=0, row_deltas=patterns, flush_every_steps=1)
+    (trainer,) = nodes.world([node], JOB, kind="table")
+    assert trainer.do("restore") is None
+    for step in range(1, STEPS + 2):
+        trainer.do("train", steps=1)
+        if step == 3:
+            node.kill()
+            node.start(failpoint=f"{point}:kill_once={nodes.root / 'met'}")
+        durable = lambda: trainer.do("wait", level="durable", timeout=PATIENCE_S) == "durable"  # noqa: E731
+        until(durable, 2 * PATIENCE_S, f"step {step} to be durable")
+    digest = trainer.do("digest")
+    assert (nodes.root / "met").exists(), "the failpoint was not met"
+    assert node.cli("verify", storage).returncode == 0
+    trainer.kill()
+    node.kill()
+    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="table")
+    assert alone.do("restore") == STEPS + 1 and alone.do("digest") == digest
