@@ -11,6 +11,7 @@ from functools import partial
 
 from ckptd.core.errors import CkptdError
 from ckptd.persist import manifest as m
+from ckptd.persist import rows
 from ckptd.persist.again import twice
 from ckptd.persist.cache import Cache, CachedFile
 from ckptd.persist.index import Chunk
@@ -90,6 +91,15 @@ class OpenFiles:
         if number is None:
             raise FileDamage(f"rows of {path}, which the manifest does not name", where=self._storage.locate(self._directory))
         return number
+
+    def rows_of(self, name: str, chunk: Chunk) -> rows.Place | None:
+        """Where that whole lies of which a chunk has the rows that changed; None: it is whole. Raises FileDamage."""
+        stored, head = self.chunk(name, chunk), memoryview(bytearray(min(chunk.nbytes, rows.HEAD_BYTES_MAX)))
+        stored.read(0, head)
+        try:
+            return rows.place_in(head)
+        except ValueError as error:
+            raise FileDamage(f"{name}: {error}", where=stored.where) from error
 
     def part_of(self, path: str, name: str, at: int, nbytes: int, block: int, *, alone: bool = False) -> StoredChunk:
         """Bytes of a file that are no chunk of this checkpoint; ``alone`` as of a chunk. Raises FileDamage: it has not so many."""

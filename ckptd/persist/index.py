@@ -150,6 +150,13 @@ class Index:
             raise ValueError("a number of more than 64 bits") from error
         return Index(Names([tensor.key for tensor in tensors], [*dtypes], [*roles]), made)
 
+    @property
+    def values_bytes(self) -> Ints:
+        """Of each chunk's values, however they are encoded."""
+        items = np.array([ITEMSIZE[dtype] for dtype in self.names.dtypes], np.int64)[self.dtype[self.tensor]]
+        found: Ints = self.sizes.prod(1) * items
+        return found
+
     def once(self) -> dict[str, tuple[Tensor, bool]]:
         """Each key once, and whether all of it is there: of ranks' own the first that has, or the first."""
         found: dict[str, tuple[Tensor, bool]] = {}

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 
 from ckptd.core.ids import EpochRecord, SnapshotId
-from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.core.state_map.layout import BLOCK_BYTES
 from ckptd.core.state_map.layout_reader import WORLD_MAX
 from ckptd.persist.index import ENCODED_BYTES_MAX, RAW, ROWS, Index, IndexFile, Names
@@ -120,11 +119,10 @@ def _check_chunks(manifest: Manifest, index: Index) -> None:
         raise ValueError(f"a rank outside a world of {manifest.world}")
     if int(index.file.max(initial=-1)) >= len(manifest.files):
         raise ValueError("a chunk in a file that is not named")
-    items = np.array([ITEMSIZE[dtype] for dtype in index.names.dtypes], np.int64)[index.dtype[index.tensor]]
     files = np.array([(f.data_start, f.size, f.blocks) for f in manifest.files], np.int64).reshape(-1, 3)
     start, size, blocks = files[index.file].T
     shapes = index.shape[index.tensor]
-    raw, encoded = index.sizes.prod(1) * items, index.codec != RAW
+    raw, encoded = index.values_bytes, index.codec != RAW
     most = np.where(index.codec == ROWS, raw + raw // 4 + HEAD_BYTES_MAX, raw)  # their sums
     within = (index.offsets <= shapes) & (index.sizes <= shapes - index.offsets)
     for wrong, what in (

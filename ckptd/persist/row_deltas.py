@@ -16,9 +16,8 @@ import xxhash
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.state_map.columns import Ints
-from ckptd.core.state_map.dtypes import ITEMSIZE
 from ckptd.persist import rows
-from ckptd.persist.index import ROWS, Index
+from ckptd.persist.index import ROWS
 from ckptd.persist.names import step_dir
 from ckptd.persist.pieces import OutChunk
 from ckptd.persist.reader import Checkpoint
@@ -103,13 +102,7 @@ class RowDeltas:
         its = next((one for one in tensor[1] if one.box == chunk.box and one.codec == ROWS), None)
         if its is None:
             return None
-        head = memoryview(bytearray(min(its.nbytes, rows.HEAD_BYTES_MAX)))
-        stored = older.files.chunk(chunk.name, its)
-        stored.read(0, head)
-        try:
-            place = rows.place_in(head) or Place(older.manifest.files[its.file].path, its.at, its.block)
-        except ValueError as error:
-            raise FileDamage(f"{chunk.name}: {error}", where=stored.where) from error
+        place = older.files.rows_of(chunk.name, its) or Place(older.manifest.files[its.file].path, its.at, its.block)
         number = older.files.number_of(place.path)
         if older.holder_of(older.manifest.files[number]) != base:
             return None
@@ -133,17 +126,11 @@ def _base_of(older: Checkpoint) -> SnapshotId | None:
     told = older.manifest.rows
     if told is None:
         return None
-    its_bytes, whole_bytes = _table_bytes(older.index)
     if told.base is None:
         return SnapshotId(*older.manifest.snapshot.at)
-    return told.base if told.since + its_bytes <= whole_bytes else None
-
-
-def _table_bytes(index: Index) -> tuple[int, int]:
-    """Of tables: as they lie there, and their values."""
-    tables = index.codec == ROWS
-    items = np.array([ITEMSIZE[dtype] for dtype in index.names.dtypes], np.int64)[index.dtype[index.tensor]]
-    return int(index.nbytes[tables].sum()), int((index.sizes.prod(1) * items)[tables].sum())
+    index, tables = older.index, older.index.codec == ROWS
+    again = int(index.nbytes[tables].sum())  # the next one's changes will take as much, or more
+    return told.base if told.since + again <= int(index.values_bytes[tables].sum()) else None
 
 
 def _numbers(sums: bytes) -> Ints:

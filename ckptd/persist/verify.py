@@ -241,12 +241,8 @@ class _Pass:
         """Of rows that changed the whole ones, which are no chunk of this checkpoint; not of checkpoints that are trusted."""
         if self._trusted is None:
             return
-        files, head = self._checkpoint.files, memoryview(bytearray(min(chunk.nbytes, rows.HEAD_BYTES_MAX)))
-        files.chunk(tensor.name, chunk).read(0, head)
-        try:
-            place = rows.place_in(head)
-        except ValueError as error:
-            raise FileDamage(f"{tensor.name}: {error}", where=files.where(self._manifest.files[chunk.file])) from error
+        files = self._checkpoint.files
+        place = files.rows_of(tensor.name, chunk)
         if place is None:
             return
         of = self._manifest.files[files.number_of(place.path)].of

@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 
 from ckptd.arena.arena import Slot, SlotRecord
 from ckptd.arena.payload import Payload
@@ -25,7 +26,7 @@ from ckptd.protect.fetched import Fetched, Unanswered
 from ckptd.protect.landing_sums import LandingSums
 from ckptd.protect.pacer import Pacer
 from ckptd.protect.peer_slot import DAMAGE, PACED_STREAMS
-from ckptd.protect.settle import Answers, Tasks, ask, in_thread, settle
+from ckptd.protect.settle import Answers, Tasks, in_thread, settle, word_on
 from ckptd.protect.verify import copy_verified, count_bad, fresh_sums, stored_sums, units
 from ckptd.thread_pool import ThreadPool
 from ckptd.wire.bulk import STREAMS_DEFAULT, Changed, Ticket, TransferError, Transport
@@ -151,7 +152,9 @@ class Fetcher:
         wrong = False
         try:
             with self._answers.to(transfer) as answer:
-                done = await self._await_both(node, job, request, answer, arrived)
+                say = partial(self._send, node, job, request)
+                # The ticket lives as long as we ask, for the holder serves a few at a time.
+                done = await word_on(say, answer, arrived, ASK_TIMEOUT_S, ANSWER_TIMEOUT_S, node)
             if not done.ok:
                 return Fetched(False, done.reason, done.again), done.again
             if landing.joined() == done.sums:
@@ -166,29 +169,6 @@ class Fetcher:
             await settle(incoming)  # whoever asked may use the memory for something else now
             if wrong or isinstance(incoming.done.exception(), Changed):
                 self.on_refused(job, node)
-
-    async def _await_both(
-        self,
-        node: str,
-        job: str,
-        request: FetchAsk,
-        answer: asyncio.Future[FetchDone],
-        arrived: asyncio.Future[int],
-    ) -> FetchDone:
-        """The bytes, then the word on them. The ticket lives as long as we ask, for the holder serves a few at a time; once
-        bytes come the transport bounds the wait: a stream that stalls is dropped. Raises TransferError."""
-
-        def say() -> bool:
-            return self._send(node, job, request)
-
-        if not await ask(say, (answer, arrived), ASK_TIMEOUT_S):
-            raise Unanswered("the holder does not answer", where=node)
-        if answer.done() and not answer.result().ok:
-            return answer.result()
-        await arrived
-        if not answer.done() and not await ask(say, (answer,), ANSWER_TIMEOUT_S, said=True):
-            raise TransferError("no word after the last byte", where=node)
-        return answer.result()
 
     # --- serving ------------------------------------------------------------------------------------------------
     def _on_ask(self, node: str, job: str, ask: FetchAsk) -> None:

@@ -7,11 +7,19 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from ckptd.wire.bulk import Incoming
+from ckptd.protect.fetched import Unanswered
+from ckptd.wire.bulk import Incoming, TransferError
+
+
+class Word(Protocol):
+    @property
+    def ok(self) -> bool: ...
+
 
 T = TypeVar("T")
+W = TypeVar("W", bound=Word)
 log = logging.getLogger("ckptd.protect")
 
 REPEAT_S = 1.0  # a message that may have been lost is said again
@@ -110,6 +118,21 @@ class Tasks:
         self.running.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("work for a peer failed", exc_info=task.exception())
+
+
+async def word_on(
+    say: Callable[[], bool], answer: asyncio.Future[W], arrived: asyncio.Future[int], ask_s: float, word_s: float, where: str
+) -> W:
+    """What a holder says to what it pushes here: after the last byte, or instead of the bytes. Once they come the transport bounds
+    the wait: a stream that stalls is dropped. Raises TransferError; Unanswered: neither a byte nor a word within ``ask_s``."""
+    if not await ask(say, (answer, arrived), ask_s):
+        raise Unanswered("the holder does not answer", where=where)
+    if answer.done() and not answer.result().ok:
+        return answer.result()
+    await arrived
+    if not answer.done() and not await ask(say, (answer,), word_s, said=True):
+        raise TransferError("no word after the last byte", where=where)
+    return answer.result()
 
 
 async def ask(

@@ -19,7 +19,7 @@ import xxhash
 
 from ckptd.core.failpoint import failpoint
 from ckptd.protect.landing_sums import LandingSums
-from ckptd.protect.settle import Answers, Tasks, ask, ended, settle
+from ckptd.protect.settle import Answers, Tasks, ended, settle, word_on
 from ckptd.protect.verify import fresh_sums, units
 from ckptd.recover.threads import Threads
 from ckptd.thread_pool import ThreadPool
@@ -150,7 +150,7 @@ class Passing:
         request = ReadAsk(secrets.token_hex(16), self.restore, name)
         told = await self._passings.answers.ask(request.transfer, self._saying(home, request), HOME_TIMEOUT_S)
         if told is None:
-            self._is_silent(home, "does not say who reads")
+            self._is_silent(home, "it does not say who reads")
         return told.reader if told is not None and told.reader in self.nodes else self._node
 
     async def _fetch(self, reader: str, name: bytes, into: memoryview) -> bool:
@@ -167,38 +167,25 @@ class Passing:
         arrived = asyncio.wrap_future(incoming.done)
         request = ReadAsk(secrets.token_hex(16), self.restore, name, incoming.ticket.encode())
         try:
-            told = await self._word(reader, request, arrived, patience_s)
-            if told is None:
-                self._is_silent(reader, "does not pass on what it reads")
-            elif told.ok and landing.joined() == told.sums:
+            with self._passings.answers.to(request.transfer) as answer:
+                told = await word_on(self._saying(reader, request), answer, arrived, patience_s, WORD_TIMEOUT_S, reader)
+            if told.ok and landing.joined() == told.sums:
                 return True
-            elif told.ok:
-                self._is_silent(reader, "passed on something else than it has read")
+            if told.ok:
+                self._is_silent(reader, "it passed on something else than it has read")
         except TransferError as error:
-            self._is_silent(reader, str(error))
+            self._is_silent(reader, error.what)
         finally:
             arrived.cancel()
             await settle(incoming)
         return False
-
-    async def _word(self, reader: str, request: ReadAsk, arrived: asyncio.Future[int], patience_s: float) -> ReadTold | None:
-        """After all bytes have come, or where none do. None: there is none in time. Raises TransferError."""
-        say = self._saying(reader, request)
-        with self._passings.answers.to(request.transfer) as answer:
-            if not await ask(say, (answer, arrived), patience_s):
-                return None
-            if not answer.done() or answer.result().ok:
-                await arrived
-            if not answer.done() and not await ask(say, (answer,), WORD_TIMEOUT_S, said=True):
-                return None
-            return answer.result()
 
     def _saying(self, node: str, request: ReadAsk) -> Callable[[], bool]:
         return lambda: self._passings.send(node, self.job, request)
 
     def _is_silent(self, node: str, why: str) -> None:
         if node not in self._silent:
-            log.warning("job=%s %s %s: what it has read is read from storage again", self.job, node, why)
+            log.warning("job=%s what %s has read is read from storage again: %s", self.job, node, why)
         self._silent.add(node)
 
     # --- passing on ---------------------------------------------------------------------------------------------

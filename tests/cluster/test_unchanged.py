@@ -64,28 +64,39 @@ def test_only_what_changed_is_written_and_another_world_finds_all_of_it(nodes: C
     assert alone.do("last_restore")["bytes"]["durable"] > FROZEN_BYTES
 
 
-def test_of_a_table_the_rows_that_were_looked_up_are_written(nodes: Cluster) -> None:
-    """P1, P9: its moments as well (`row_deltas`); everything dies, and another node has them from storage."""
-    storage = nodes.root / "storage"
+def with_a_table(nodes: Cluster, storage: Path) -> tuple[Node, Trainer]:
+    """One of the patterns is of nothing."""
     storage.mkdir()
     patterns = "model.rows*, optimizer.model.rows*, model.row.*"
     node = nodes.node(storage_root=storage, replicas=0, row_deltas=patterns, flush_every_steps=1)
     (trainer,) = nodes.world([node], JOB, kind="table")
     assert trainer.do("restore") is None
+    return node, trainer
+
+
+def comes_back(nodes: Cluster, node: Node, trainer: Trainer, storage: Path, step: int) -> None:
+    """Everything dies, and another node has the step from storage."""
+    digest = trainer.do("digest")
+    assert node.cli("verify", storage).returncode == 0
+    trainer.kill()
+    node.kill()
+    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="table")
+    assert alone.do("restore") == step and alone.do("digest") == digest
+
+
+def test_of_a_table_the_rows_that_were_looked_up_are_written(nodes: Cluster) -> None:
+    """P1, P9: its moments as well (`row_deltas`)."""
+    storage = nodes.root / "storage"
+    node, trainer = with_a_table(nodes, storage)
     for _ in range(STEPS):
         trainer.do("train", steps=1)
         assert trainer.do("wait", level="durable", timeout=PATIENCE_S) == "durable"
-    digest = trainer.do("digest")
     (job,) = node.get("/status")["jobs"]
     assert TABLE_BYTES < job["written_bytes"] < 1.1 * TABLE_BYTES < STEPS * TABLE_BYTES <= job["flushed_bytes"]
     assert node.log.read_text().count("row_deltas: no table that this node writes fits model.row.*") == 1
     newest = json.loads(node.cli("ls", storage, "--json").stdout)["rows"][0]
     assert (newest["step"], newest["of"]) == (STEPS, ["step 1"])
-    assert node.cli("verify", storage).returncode == 0
-    trainer.kill()
-    node.kill()
-    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="table")
-    assert alone.do("restore") == STEPS and alone.do("digest") == digest
+    comes_back(nodes, node, trainer, storage, STEPS)
 
 
 @pytest.mark.chaos
@@ -93,11 +104,7 @@ def test_of_a_table_the_rows_that_were_looked_up_are_written(nodes: Cluster) -> 
 def test_a_daemon_that_dies_while_it_writes_rows_loses_none(nodes: Cluster, point: str) -> None:
     """P1, P4: at the third step, which names the first one's pieces; the steps after it are of what was committed."""
     storage = nodes.root / "storage"
-    storage.mkdir()
-    patterns = "model.rows*,optimizer.model.rows*"
-    node = nodes.node(storage_root=storage, replicas=0, row_deltas=patterns, flush_every_steps=1)
-    (trainer,) = nodes.world([node], JOB, kind="table")
-    assert trainer.do("restore") is None
+    node, trainer = with_a_table(nodes, storage)
     for step in range(1, STEPS + 2):
         trainer.do("train", steps=1)
         if step == 3:
@@ -105,10 +112,5 @@ def test_a_daemon_that_dies_while_it_writes_rows_loses_none(nodes: Cluster, poin
             node.start(failpoint=f"{point}:kill_once={nodes.root / 'met'}")
         durable = lambda: trainer.do("wait", level="durable", timeout=PATIENCE_S) == "durable"  # noqa: E731
         until(durable, 2 * PATIENCE_S, f"step {step} to be durable")
-    digest = trainer.do("digest")
     assert (nodes.root / "met").exists(), "the failpoint was not met"
-    assert node.cli("verify", storage).returncode == 0
-    trainer.kill()
-    node.kill()
-    (alone,) = nodes.world([nodes.node(storage_root=storage, replicas=0)], JOB, kind="table")
-    assert alone.do("restore") == STEPS + 1 and alone.do("digest") == digest
+    comes_back(nodes, node, trainer, storage, STEPS + 1)
