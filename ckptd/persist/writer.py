@@ -30,6 +30,7 @@ from ckptd.persist.report import (
     encode,
 )
 from ckptd.persist.row_deltas import RowDeltas
+from ckptd.persist.rows import whole_of
 from ckptd.persist.side import SideWriter
 from ckptd.persist.storage.base import Storage, StorageError, SyncFailed, storage_error
 from ckptd.persist.stream import write_chunk
@@ -135,7 +136,7 @@ def write_chunks(
             others, kept = unchanged(storage, job, snapshot, cut(others, bytes_max), run.check)
             chunks = tables + others
         run.total = sum(chunk.nbytes for chunk in chunks) + sum(len(blob.data) for blob in blobs)
-        run.begin(sum(bytes_to_be(chunk, quantizer) - chunk.nbytes for chunk in chunks) + run.total)
+        run.begin(sum(run.bytes_to_be(chunk) - chunk.nbytes for chunk in chunks) + run.total)
         report = run.write(run.packages(chunks, compress, bytes_max, threads), blobs, kept, threads)
     except BaseException:
         run.clean()
@@ -207,6 +208,12 @@ class _Run:
             (encoded if self._coder_of(chunk) or (compress and pays(chunk)) else plain).append(chunk)
         found = pack(plain, bytes_max=bytes_max, writers=threads)
         return found + pack_encoded(encoded, ENCODED_BYTES_MAX, bytes_max=bytes_max, writers=threads)
+
+    def bytes_to_be(self, chunk: OutChunk) -> int:
+        """What it takes on storage at most, but for what compressing may save."""
+        if self.tables is not None and self.tables.wants(chunk):
+            return whole_of(chunk.box, chunk.itemsize)
+        return bytes_to_be(chunk, self.quantizer)
 
     def _coder_of(self, chunk: OutChunk) -> Coder | None:
         """None: it is not asked for."""

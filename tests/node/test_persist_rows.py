@@ -30,11 +30,12 @@ from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
 from ckptd.persist.row_deltas import RowDeltas
 from ckptd.persist.rows import Place
-from ckptd.persist.storage.base import Storage
+from ckptd.persist.storage.base import Storage, StorageError
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
 from ckptd.persist.verify import verify_at
+from ckptd.persist.writer import SPARE_BYTES
 from tests.core.worlds import rows_of
 from tests.node import format_reader
 from tests.node.checkpoints import (
@@ -308,6 +309,15 @@ def test_no_bytes_do_harm(noise: bytes, changes: bool) -> None:
     whole = memoryview(rows.whole(bytes(256), bytes(64)))  # type: ignore[arg-type]
     with contextlib.suppress(ValueError):
         assert len(rows.decode(frame, box, 4, lambda *_: whole)) == 256
+
+
+def test_room_is_asked_for_the_sums_as_well(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first byte: 16 of 256 bytes are beside each row."""
+    world = a_world(table())
+    state = sum(values.nbytes for values in world.values.values())
+    monkeypatch.setattr(PosixStorage, "free_bytes", lambda self: state + SPARE_BYTES + (64 << 10))  # and the objects
+    with pytest.raises(StorageError, match="needed"):
+        write_all(storage, world, STEPS[0], "a1", nodes=1, row_deltas=TABLES)
 
 
 def test_what_is_asked_for_and_cannot_be_stays_as_it_is(storage: PosixStorage) -> None:
