@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -11,6 +12,7 @@ import psutil
 
 from bench.scale.node import Counts, Node, Out
 from bench.scale.state import State
+from ckptd.daemon.server import GARBAGE_SEARCHED_AFTER
 
 At = tuple[float, str, tuple[Any, ...]]  # when, at which node, what
 
@@ -93,6 +95,8 @@ class Served:
 
 
 def _serve(link: Connection, names: list[str], state: State, whole: bool) -> None:
+    gc.freeze()  # as a daemon does
+    gc.set_threshold(GARBAGE_SEARCHED_AFTER)
     served = Served(names, state, whole)
     while True:
         try:

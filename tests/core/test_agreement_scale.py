@@ -71,8 +71,11 @@ def snapshots(draw: st.DrawFn) -> tuple[dict[int, Layout], dict[int, Digests]]:
     return layouts, sums
 
 
+@pytest.mark.parametrize("together", [agreement.COMPARED_TOGETHER_MAX, 0, 2])
 @pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.chaos)])
-def test_the_quick_way_says_what_the_plain_way_says(examples: int) -> None:
+def test_the_quick_way_says_what_the_plain_way_says(examples: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "COMPARED_TOGETHER_MAX", together)
+
     @settings(max_examples=examples, deadline=None)
     @given(snapshots())
     def both(snapshot: tuple[dict[int, Layout], dict[int, Digests]]) -> None:

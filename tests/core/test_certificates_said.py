@@ -9,10 +9,11 @@ from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward import certify
 from ckptd.core.protocol.machine.steward.certify import IDLE_S, RELEASES_NAMED_MAX, REPEAT_S, REPEATS_LIVELY
 from ckptd.core.protocol.machine.steward.table import FALLEN_KEPT_MAX
 from tests.core.certificates import BOTH, OLD, OLD_ONES, released, steward
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, TICK_S, Steward, at, fact, layout, only, record_of
 
 POLICY = Policy(replicas=1, durable=False)
 
@@ -37,6 +38,21 @@ def test_certificates_are_repeated_lively_at_first_and_then_seldom() -> None:
     mark = node.mark
     node.tick(IDLE_S / 2)
     assert len(node.certificates("b", mark)) > 3, "something new"
+
+
+def test_copies_that_thousands_of_ranks_lack_are_asked_for_one_snapshot_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P16: 4,096 ranks lacked copies of four snapshots each, which were 16,344 messages of one tick (0.3 s)."""
+    monkeypatch.setattr(certify, "ASKED_AT_ONCE_MAX", 0)
+    node = steward(own_slots=4, peer_sets=3).train().capture(7).capture(9)
+    node.tick(REPEAT_S)
+    told: list[list[int]] = []
+    for _ in range(round(2 * REPEAT_S / TICK_S)):
+        mark = node.mark
+        node.tick()
+        asked = {asked.snapshot.step for to in "ab" for asked in node.said(msg.Holders, to, mark)}
+        assert asked <= {certificate.snapshot.step for certificate in node.certificates("b", mark)}
+        told += [sorted(asked)] * bool(asked)
+    assert told == [[7], [9]] * 2
 
 
 @pytest.mark.parametrize("order", ["bd", "db"])

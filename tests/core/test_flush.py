@@ -119,6 +119,8 @@ def test_of_several_marked_ones_the_oldest_is_first_in_whatever_order_they_were_
     held = [fact(step, rank, rank ^ 1, keep=True) for step in (8, 7) for rank in (0, 1)]
     node.others["b"].tell_inventory(*held, layouts=[layout(0), layout(1)])
     node.tick()
+    assert step_of(node) is None, "the older one is still to be looked at"
+    node.tick()
     assert step_of(node) == 7
 
 

@@ -15,6 +15,7 @@ from ckptd.core.protocol.machine.steward.restore import (
     AWAY_PAUSE_S_MAX,
     DECISIONS_MAX,
     LEFT_PATIENCE_S,
+    MEMBER_AWAY_S,
     STRAGGLERS_S,
 )
 from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect
@@ -260,6 +261,53 @@ def test_a_restore_that_takes_too_long_fails_everybody_and_names_who_lacks() -> 
     node.tick(0.5)
     assert node.refusals()[0] == ("now", "timeout")
     assert sent(node.done, msg.JoinRefused)[0].reason == "ranks 1 did not restore in time"
+
+
+def lost_amid(node: Elect, *, patience: float) -> None:
+    """Node b goes, which says nothing of its rank any more."""
+    node.feed(ev.NodeDown("b"))
+    node.tick(patience - 1.0, reporting=False)
+    assert node.refusals() == []
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_node_that_is_lost_amid_a_restore_is_not_waited_for_until_its_end(loads: bool) -> None:
+    """Its own ranks raise at once; the others waited for restore_timeout_s, where no launcher ended them (an outsider)."""
+    node = Elect(restore_timeout_s=600.0)
+    node.open()
+    if loads:
+        for rank in (0, 1):
+            node.vote(rank, "fetched")
+        node.vote(0, "loaded")
+    lost_amid(node, patience=node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S)
+    node.tick(2.0, reporting=False)
+    assert sent(node.done, msg.JoinRefused, "a")[0].reason == "b, which the job was being restored to, cannot be reached any more"
+    assert [abort.code for abort in sent(node.done, msg.RestoreAbort, "a")] == ["left"]
+
+
+def test_a_node_whose_link_comes_back_amid_a_restore_goes_on_with_it() -> None:
+    node = Elect(restore_timeout_s=600.0)
+    node.open()
+    for _ in range(3):
+        lost_amid(node, patience=node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S)
+        node.feed(ev.NodeUp("b"))
+        node.tick(2.0)
+    for phase in ("fetched", "loaded"):
+        for rank in (0, 1):
+            node.vote(rank, phase)
+    assert (node.refusals(), node.machine.view()["is_steward"]) == ([], True)
+
+
+def test_a_holder_that_is_lost_amid_a_restore_ends_nothing() -> None:
+    """What could not be fetched from it is decided upon anew."""
+    node = Elect(restore_timeout_s=600.0)
+    node.start().answer("b", *BOTH, known=replace(BEFORE, nodes=(A, B, C)), done=True)
+    node.answer("c", *BOTH)
+    node.claimed()
+    assert {source.node for source in node.opens()[-1].sources} == {"b", "c"}
+    node.feed(ev.NodeDown("c"))
+    node.tick(100.0)
+    assert node.refusals() == []
 
 
 def test_ranks_that_never_came_are_named() -> None:

@@ -24,6 +24,7 @@ from ckptd.core.protocol.events import (
 from ckptd.core.protocol.instructions import Instruction
 from ckptd.core.protocol.machine import slots
 from ckptd.core.protocol.machine.machine import JobMachine
+from ckptd.core.protocol.machine.steward import certify, steward
 from ckptd.core.state_map.layout import REPLICA, Layout
 from tests.sim import books
 from tests.sim.aftermath import aftermath
@@ -77,6 +78,9 @@ class World:
         self.capture_s, self.replicate_s, self.flush_s = shape.capture_s, shape.replicate_s, shape.flush_s
         self.handler_s, self.slot_s = shape.handler_s, shape.slot_s
         self._cost = Random(f"handlers {seed}")
+        # The books of a large job are looked through after a pause: in some worlds, those of a small one.
+        steward.RANKS_AT_ONCE_MAX, steward.PAUSE_PER_RANK_S = (0, 0.05) if seed % 5 == 1 else (256, 5e-5)
+        certify.ASKED_AT_ONCE_MAX = 0 if seed % 5 == 1 else 1024
         slots.LEAVES_BYTES = 0 if seed % 3 else 1 << 19  # in most worlds a table at a time: their layouts are few and small
         self.fetch_s = 0.1
         self.seal_s = 0.01

@@ -21,6 +21,7 @@ from ckptd.core.state_map.layout import MAYBE, REPLICA, UNIQUE, Layout
 
 DIMENSIONS_TOGETHER_MAX = 8  # of tensors that are looked at all together
 CACHED_MAX = 32  # sets of layouts; a job has one or two alive
+COMPARED_TOGETHER_MAX = 1 << 18  # digests
 
 DIGEST_BYTES = 16
 TENSORS = "t"  # the digests of all fragments that are not UNIQUE, one after the other in the order of the layout
@@ -70,12 +71,12 @@ def agree(layouts: Mapping[int, Layout], digests: Mapping[int, Digests]) -> Agre
     claims = _claims(_Keyed(_ids(layouts), layouts))
     sums = {rank: dict(found) for rank, found in digests.items()}
     tensors = {rank: found.get(TENSORS, b"") for rank, found in sums.items()}
+    maybe, replica = claims.maybe, claims.replica
     per_rank = {f"t:{key}" for key in claims.unlike}
-    for of in claims.maybe:
-        per_rank.update(f"t:{of.boxes[at].key}" for at in of.differing(tensors, lacking=True))
-    corrupt = {of.boxes[at].number: of.told(at, tensors) for of in claims.replica for at in of.differing(tensors, lacking=False)}
+    per_rank.update(f"t:{maybe.boxes[at].key}" for at in maybe.differing(tensors, lacking=True))
     per_rank.update(_unequal_objects(sums))
-    return Agreement(tuple(sorted(per_rank)), (*claims.errors, *(corrupt[number] for number in sorted(corrupt))))
+    corrupt = (replica.told(at, tensors) for at in replica.differing(tensors, lacking=False))
+    return Agreement(tuple(sorted(per_rank)), (*claims.errors, *corrupt))
 
 
 _dtype, _shape, _sharing = attrgetter("dtype"), attrgetter("shape"), attrgetter("sharing")
@@ -91,24 +92,25 @@ class _Has(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """One that several ranks have. ``number``: in the order of all such."""
+    """One that several ranks have."""
 
-    number: int
     key: str
     offsets: tuple[int, ...]
 
 
 class _Holders(NamedTuple):
-    """Ranks that stand alike, where the digest of each box lies among theirs, and how many bytes all of those are."""
+    """Ranks that stand alike, which boxes they have, where the digest of each lies among theirs, and how many bytes all of those
+    are."""
 
     ranks: tuple[int, ...]
+    boxes: Ints
     at: Ints
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Boxes that the same ranks have."""
+    """Boxes that several ranks have."""
 
     boxes: list[_Box]
     holders: list[_Holders]
@@ -116,25 +118,23 @@ class _Shared:
     def differing(self, tensors: Mapping[int, bytes], *, lacking: bool) -> list[int]:
         """Indices of boxes whose digests are not the same everywhere; ``lacking``: or are not known. Nearly all ranks that stand
         alike say word for word the same: that is one comparison for each rank, whatever the number of boxes."""
-        differs = np.zeros(len(self.boxes), bool)
-        first: Ints | None = None
+        values = _Values(len(self.boxes))
         for holders in self.holders:
             known = b""
             for rank in holders.ranks:
                 said = tensors.get(rank, b"")
                 if len(said) != holders.nbytes:
-                    differs |= lacking
+                    values.differs[holders.boxes] |= lacking
                 elif said != known:
-                    known, row = said, _rows(said)[holders.at]
-                    first = row if first is None else first
-                    differs |= (row != first).any(1)
-        found: list[int] = np.flatnonzero(differs).tolist()
-        return found
+                    known = said
+                    values.add(holders.boxes, _rows(said)[holders.at])
+        return values.differing()
 
     def told(self, at: int, tensors: Mapping[int, bytes]) -> str:
         """Which ranks have which value of one."""
         box = self.boxes[at]
-        places = sorted((rank, int(holders.at[at]), holders.nbytes) for holders in self.holders for rank in holders.ranks)
+        where = ((holders, place) for holders in self.holders for place in holders.at[holders.boxes == at].tolist())
+        places = sorted((rank, place, holders.nbytes) for holders, place in where for rank in holders.ranks)
         by_value: dict[bytes, list[int]] = {}
         for rank, place, nbytes in places:
             said = tensors.get(rank, b"")
@@ -142,6 +142,38 @@ class _Shared:
                 by_value.setdefault(said[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES], []).append(rank)
         groups = " and ".join(f"rank {', '.join(map(str, group))}" for group in by_value.values())
         return f"silent corruption: copies of {box.key} at [{','.join(map(str, box.offsets))}] differ between {groups}"
+
+
+class _Values:
+    """Any one digest of each box, and which boxes have another one as well. Many are compared together: thousands of ranks may have
+    a few boxes each."""
+
+    def __init__(self, boxes: int) -> None:
+        self.differs = np.zeros(boxes, bool)
+        self._any, self._known = np.empty((boxes, DIGEST_BYTES // 8), np.int64), np.zeros(boxes, bool)
+        self._waiting: list[tuple[Ints, Ints]] = []
+        self._rows = 0
+
+    def add(self, boxes: Ints, digests: Ints) -> None:
+        self._waiting.append((boxes, digests))
+        self._rows += len(boxes)
+        if self._rows > COMPARED_TOGETHER_MAX:
+            self._compare()
+
+    def differing(self) -> list[int]:
+        self._compare()
+        found: list[int] = np.flatnonzero(self.differs).tolist()
+        return found
+
+    def _compare(self) -> None:
+        if not self._waiting:
+            return
+        boxes, digests = map(np.concatenate, zip(*self._waiting, strict=True))
+        new = ~self._known[boxes]
+        self._any[boxes[new]] = digests[new]
+        self._known[boxes] = True
+        self.differs[boxes[(digests != self._any[boxes]).any(1)]] = True
+        self._waiting, self._rows = [], 0
 
 
 def _rows(digests: bytes) -> Ints:
@@ -172,8 +204,8 @@ class _Keyed:
 class _Claims:
     """What the layouts alone say: what to compare on which ranks, which keys cannot be compared, what is wrong."""
 
-    maybe: list[_Shared]
-    replica: list[_Shared]
+    maybe: _Shared
+    replica: _Shared
     unlike: tuple[str, ...]
     errors: tuple[str, ...]
 
@@ -223,9 +255,9 @@ class _Groups:
     def ranks(self, has: _Has) -> tuple[int, ...]:
         return self._all[has.group].ranks
 
-    def holders(self, group: int, at: Sequence[int]) -> _Holders:
+    def holders(self, group: int, boxes: Sequence[int], at: Sequence[int]) -> _Holders:
         nbytes = DIGEST_BYTES * int(np.count_nonzero(self._digested[group]))
-        return _Holders(self._all[group].ranks, np.array(at, np.int64), nbytes)
+        return _Holders(self._all[group].ranks, np.array(boxes, np.int64), np.array(at, np.int64), nbytes)
 
     def each(self, found: Sequence[_Has]) -> Iterable[tuple[int, Fragment]]:
         """By rank: to name two of them."""
@@ -273,11 +305,12 @@ def _different_plans(layouts: Mapping[int, Layout]) -> list[str]:
 
 
 class _Compared:
-    """Gathers the boxes of one sharing that several ranks have, by which ones."""
+    """Gathers the boxes of one sharing that several ranks have."""
 
     def __init__(self, groups: _Groups, sharing: str) -> None:
-        self._groups, self._sharing, self._count = groups, sharing, 0
-        self._found: dict[tuple[int, ...], list[tuple[_Box, tuple[int, ...]]]] = {}
+        self._groups, self._sharing = groups, sharing
+        self._boxes: list[_Box] = []
+        self._held: dict[int, tuple[list[int], list[int]]] = {}  # by group: which boxes, and where the digest of each lies
 
     def add(self, key: str, found: Sequence[_Has]) -> None:
         holders: dict[Span, list[_Has]] = {}
@@ -286,15 +319,14 @@ class _Compared:
                 holders.setdefault((has.fragment.box.offsets, has.fragment.box.sizes), []).append(has)
         for (offsets, _), held in holders.items():
             if len(held) > 1 or len(self._groups.ranks(held[0])) > 1:
-                where, at = tuple(has.group for has in held), tuple(has.at for has in held)
-                self._found.setdefault(where, []).append((_Box(self._count, key, offsets), at))
-                self._count += 1
+                for has in held:
+                    boxes, at = self._held.setdefault(has.group, ([], []))
+                    boxes.append(len(self._boxes))
+                    at.append(has.at)
+                self._boxes.append(_Box(key, offsets))
 
-    def made(self) -> list[_Shared]:
-        return [
-            _Shared([box for box, _ in boxes], list(map(self._groups.holders, where, zip(*(at for _, at in boxes), strict=True))))
-            for where, boxes in self._found.items()
-        ]
+    def made(self) -> _Shared:
+        return _Shared(self._boxes, [self._groups.holders(group, *held) for group, held in sorted(self._held.items())])
 
 
 def _wrong(key: str, found: Sequence[_Has], groups: _Groups) -> str:

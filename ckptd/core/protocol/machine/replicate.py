@@ -5,6 +5,7 @@ A rank's oldest snapshot goes first: two at once would halve the speed of both, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -240,13 +241,14 @@ class Replication:
         gone = ctx.leaving if extra else frozenset()
         domains = {ctx.domain(node) for node in (*used, ctx.me.node)}
         stays = {ctx.domain(node) for node in (*used, ctx.me.node) if node not in gone}
-        found = list(filter(ctx.is_up, preference(ctx.record, ctx.me, ctx.redundancy.tolerates)))
-        to, waits = self._first(copies, [n for n in found if n not in ctx.leaving and ctx.domain(n) not in stays])
+        found = preference(ctx.record, ctx.me, ctx.redundancy.tolerates)  # of hundreds the first will do, as a rule
+        staying = (n for n in found if ctx.is_up(n) and n not in ctx.leaving and ctx.domain(n) not in stays)
+        to, waits = self._first(copies, staying)
         if to is not None or waits:
             return to, waits
-        return self._first(copies, [n for n in found if n in ctx.leaving and ctx.domain(n) not in domains])
+        return self._first(copies, (n for n in found if ctx.is_up(n) and n in ctx.leaving and ctx.domain(n) not in domains))
 
-    def _first(self, copies: Copies, nodes: list[str]) -> tuple[str | None, bool]:
+    def _first(self, copies: Copies, nodes: Iterable[str]) -> tuple[str | None, bool]:
         waiting = False
         for node in nodes:
             if self._full(node, copies):

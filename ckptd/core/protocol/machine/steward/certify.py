@@ -27,6 +27,7 @@ REPEAT_S = 2.0
 REPEATS_LIVELY = 10  # rounds after the last change; then every IDLE_S
 IDLE_S = 30.0
 RELEASES_NAMED_MAX = 32  # in one certificate
+ASKED_AT_ONCE_MAX = 1024  # ranks whose copies are asked for, before the other snapshots wait for the next tick
 
 
 class Certify:
@@ -42,17 +43,26 @@ class Certify:
         self._serial = 0
         self._repeated_at = -1e9
         self._rounds = 0
+        self._to_repeat: list[SnapshotId] = []  # the newest first
         self._degraded = False
+        self.behind = False  # there are snapshots that nobody has looked at yet, and that may come before what is known
 
     # --- after every change -------------------------------------------------------------------------------------
     def review(self) -> None:
-        if not (self._table.dirty or self._owed) or not self._sessions.settled():
-            return
-        dirty, self._table.dirty = sorted(self._table.dirty, reverse=True), set()
-        for snapshot in dirty:  # newest first: whether an older one is replaced depends on what the newer ones are now
-            state = self._table.states.get(snapshot)
-            if state is not None:
-                self._look_at(state)
+        """Look at what has changed."""
+        if self._sessions.settled():
+            self.behind = bool(self._table.dirty or self._owed) and not self._look_through()
+
+    def _look_through(self) -> bool:
+        """False: it goes on with the next look. The sums of thousands of ranks take as long as a handler may, and a steward that
+        has just begun has those of several snapshots to compare."""
+        dirty, self._table.dirty = sorted(self._table.dirty), set()
+        while dirty:  # newest first: whether an older one is replaced depends on what the newer ones are now
+            state = self._table.states.get(dirty.pop())
+            compared = state is not None and self._look_at(state)
+            if compared and dirty:
+                self._table.dirty.update(dirty)
+                return False
         for state in self.guards.of_a_left_lineage():  # of which of them is the better one, now that all are weighed
             self._look_at(state)
         self._release()
@@ -61,10 +71,16 @@ class Certify:
                 self.tell(node, self._table.states[snapshot])
             self._say_gone(node, sorted(set(listed) - self._table.states.keys()))
         self._owed.clear()
+        return True
 
-    def _look_at(self, state: SnapshotState) -> None:
+    def _look_at(self, state: SnapshotState) -> bool:
+        """Were its sums compared, which is done once?"""
+        compared = self._table.weigh(state)
+        self._judge(state)
+        return compared
+
+    def _judge(self, state: SnapshotState) -> None:
         guards = self.guards
-        self._table.weigh(state)
         if guards.returned_in_part(state):
             self._let_go(state, "returned_in_part")
             return
@@ -285,7 +301,8 @@ class Certify:
             self._table.dirty.update(s for s, state in self._table.states.items() if state.level < 0)
         if not self._table.dirty and (self.protecting.overdue() or self._grants.held_up()):
             self._release()  # else by what is to be weighed first
-        if self._ctx.now - self._repeated_at < pause:
+        if self._to_repeat or self._ctx.now - self._repeated_at < pause:
+            self._repeat()
             return
         self._repeated_at = self._ctx.now
         self._rounds += 1
@@ -294,13 +311,21 @@ class Certify:
         self._tell_fallen()
         self.name_releases(tell=False)  # what came to be known as gone since; each certificate is said now anyway
         self._parities.forget(set(self._table.states))
-        for snapshot in sorted(self._table.states):
-            state = self._table.states[snapshot]
+        self._to_repeat = sorted(self._table.states, reverse=True)
+        self._repeat()
+
+    def _repeat(self) -> None:
+        """The oldest first. Each of thousands of ranks may lack a copy of each snapshot: then there is one in a tick."""
+        asked = 0
+        while self._to_repeat and asked <= ASKED_AT_ONCE_MAX:
+            state = self._table.states.get(self._to_repeat.pop())
+            if state is None:
+                continue
             if state.void:
                 self._say_void(state)
             else:
                 self._broadcast(state)
-                self._ask_for_copies(state)
+                asked += self._ask_for_copies(state)
 
     def _say_void(self, state: SnapshotState) -> None:
         for node in sorted(state.nodes()):
@@ -310,18 +335,18 @@ class Certify:
     def say_void(self, node: str, snapshot: SnapshotId, why: str) -> None:
         self._ctx.send(node, Void(self._ctx.number, 0, why, snapshot, self._sessions.session(node)))
 
-    def _ask_for_copies(self, state: SnapshotState) -> None:
-        """Ranks with too few copies: the fullest live holder is told which there are, and makes the others."""
+    def _ask_for_copies(self, state: SnapshotState) -> int:
+        """Ranks with too few copies: the fullest live holder is told which there are, and makes the others. How many were."""
         wanted = self.guards.wanted()
         if state.level < 0 or state.level >= wanted or not self._ctx.is_candidate(state.snapshot):
-            return
+            return 0
         # On a level of copies no parity is made, also not where there was some: copies take its place. So they do where parity has
         # not brought what a newer snapshot needs to take an older one's slots, and none is left. Data that no slot holds any more
         # is made of parity then, wherever it can be: a copy is made of a slot.
         parity = isinstance(self._ctx.redundancy, Parity) and not self._grants.full()
         self._parities.order(state, anywhere=not parity)
         by_parity = self._parities.ranks_by_parity_alone(state) if parity else set()
-        asked = False
+        asked = 0
         for rank, nodes in state.holders.items():
             if rank in by_parity:
                 continue
@@ -331,9 +356,10 @@ class Certify:
                 to = live[0][1]
                 message = Holders(self._ctx.number, self._sessions.session(to), state.snapshot, rank, known)
                 self._ctx.send(to, message)
-                asked = True
+                asked += 1
         if not asked:
             self._ask_for_shared(state, by_parity, wanted)
+        return asked
 
     def _ask_for_shared(self, state: SnapshotState, by_parity: set[int], wanted: int) -> None:
         """Every rank has its copies, but a slice that several ranks captured has lost one of these captures."""

@@ -49,6 +49,7 @@ CLAIM_TIMEOUT_S = (
 LEFT_PATIENCE_S = (
     15.0  # all ranks stood here, and one does not any more: its restore() has most likely raised
 )
+MEMBER_AWAY_S = 20.0  # beyond steward_timeout_s; a link that broke is back long before
 STRAGGLERS_S = 0.5  # after a bad vote, until the next decision
 AWAY_PAUSE_S_MAX = 8.0  # the same, twice as long each time that a holder could not be reached
 DECISIONS_MAX = 16  # per attempt, but for those after which a holder could not be reached: their time is bounded
@@ -433,7 +434,10 @@ class Restoring:
 
     def _look_after(self, restore: Restore) -> None:
         now = self._ctx.now
-        if restore.failed_at is not None and now - restore.failed_at >= self._pause(restore):
+        lost = self._lost(restore)
+        if lost:
+            self._refuse("left", f"{', '.join(lost)}, which the job was being restored to, cannot be reached any more")
+        elif restore.failed_at is not None and now - restore.failed_at >= self._pause(restore):
             self._decide_anew(restore)
         elif now - restore.since > self._ctx.policy.restore_timeout_s:
             lacking = sorted(set(range(restore.record.world)) - restore.loaded)
@@ -441,6 +445,12 @@ class Restoring:
         elif now - restore.said_at >= RESEND_S:
             restore.said_at = now
             self._repeat(restore)
+
+    def _lost(self, restore: Restore) -> list[str]:
+        """Nodes of ranks that have not loaded, and that will not: whoever restores beside them waits for nothing."""
+        record = restore.record
+        lacking = {record.ranks[rank] for rank in range(record.world) if rank not in restore.loaded}
+        return sorted(node for node in lacking & self._ctx.down.keys() if self._ctx.lost(node, MEMBER_AWAY_S))
 
     def _repeat(self, restore: Restore) -> None:
         record = restore.record

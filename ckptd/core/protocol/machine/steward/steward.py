@@ -331,5 +331,5 @@ class Steward:
         if self.active and now - self._acted_at >= pause:
             self._acted_at = now
             self.certify.review()
-            if self._done and self._ctx.done:
+            if self._done and self._ctx.done and not self.certify.behind:
                 self.grants.act()

@@ -201,16 +201,18 @@ class SnapshotTable:
         return self.heard.get(snapshot, -1) >= 0
 
     # --- reading ------------------------------------------------------------------------------------------------
-    def weigh(self, state: SnapshotState) -> None:
-        """Bring level, classes and agreement of this snapshot up to date."""
+    def weigh(self, state: SnapshotState) -> bool:
+        """Bring level, classes and agreement of this snapshot up to date. True: its sums were compared, for the first time."""
         if state.classes is None:
             state.classes = self._classes(state)
         if state.classes is None:
             state.level = -1
-            return
+            return False
         state.level = self.level_with(state, self._live)
-        if state.agreement is None and state.level >= 0:
-            state.agreement = agree(self.layouts_of(state), state.digests)
+        if state.agreement is not None or state.level < 0:
+            return False
+        state.agreement = agree(self.layouts_of(state), state.digests)
+        return True
 
     def level_with(self, state: SnapshotState, counts: Callable[[str], bool]) -> int:
         """Its level if only the nodes that ``counts`` says held something."""
@@ -304,6 +306,8 @@ class SnapshotTable:
         asked: set[str] = set()
         tables = {name: digest for digest, leaves in self._leaves.items() for name in leaves}
         for state in self.states.values():
+            if state.classes is not None:  # they are made of all of its layouts
+                continue
             for rank, name in state.layout_ids.items():
                 what = tables.get(name, name)
                 if name in self.layouts or what in asked:
