@@ -145,11 +145,11 @@ class Restoring:
         self._decide_if_ready()
 
     def _decide_if_ready(self) -> None:
-        gather = self._undecided()
+        gather = self._asking()
         if gather is None or self._judging is not None:
             return
         patient = not self.gathering.waited_long()
-        if patient and not all_there_is(gather, self.gathering.known_down()):
+        if (patient and not all_there_is(gather, self.gathering.known_down())) or not self.gathering.complete():
             return
         excluded = tuple(s for s, (sources, _) in self._tried.items() if self._sources_now(s) >= sources)
         damaged = {s: reason for s, (_, reason) in self._tried.items()}
@@ -159,10 +159,14 @@ class Restoring:
 
     def _undecided(self) -> Gather | None:
         """Of a start whose ranks all stand here, and for which who may know what there is was asked."""
+        return self._asking() if self.gathering.complete() else None
+
+    def _asking(self) -> Gather | None:
+        """The same, wherever its ranks are by now."""
         gather = self.gathering.gather
         if gather is None or gather.asking_since is None or self._claiming is not None or self.restore is not None:
             return None
-        return gather if self.gathering.complete() else None
+        return gather
 
     def _least(self, gather: Gather) -> int:
         """The number of the epoch lies above it."""
