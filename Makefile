@@ -54,6 +54,14 @@ $(MATRIX): $(STAMP) tests/matrix/requirements.txt
 matrix: $(MATRIX)
 	@$(RUN_ENV) TORCH_EXTENSIONS_DIR=$(CURDIR)/.matrix/extensions .matrix/bin/python -m pytest -n 2 --dist=worksteal tests/matrix $(TEST_ARGS)
 
+# What stands in for Azure Blob Storage. Where there is no npm its tests are skipped, with a word.
+AZURITE := .azurite/.installed
+$(AZURITE): tests/azurite.txt
+	@mkdir -p .azurite
+	@if command -v npm > /dev/null; then npm install --prefix .azurite --no-save --no-fund --no-audit --loglevel=error $$(cat tests/azurite.txt); \
+		else echo "== no npm here: the tests of az:// are skipped"; fi
+	@touch $@
+
 demo: $(STAMP)
 	@$(RUN_ENV) $(BIN)/ckptd demo
 
@@ -70,7 +78,7 @@ test: $(STAMP)
 	rm -f $$said; \
 	[ -z "$$failed" ] || { echo "== FAILED:$$failed"; exit 1; }
 
-chaos: $(STAMP)
+chaos: $(STAMP) $(AZURITE)
 	@$(RUN_ENV) $(BIN)/pytest -v -m 'chaos or elastic' --timeout=1800 $(TEST_ARGS)
 
 soak: $(STAMP)
@@ -94,5 +102,5 @@ bench: $(STAMP)
 	test -z "$$missed" || { echo "floors missed or benchmark failed:$$missed"; exit 1; }
 
 clean:
-	rm -rf .venv .matrix .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo
+	rm -rf .venv .matrix .azurite .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

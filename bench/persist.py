@@ -120,12 +120,11 @@ class Bucket:
     writes, reads = f"obstore, {WRITER_THREADS} uploads", f"obstore, {READER_THREADS} threads of ranges"
 
     def __init__(self, root: str, slot: Slot) -> None:
-        from ckptd.core.storage_root import bucket_and_prefix
         from ckptd.persist.storage import object_file
-        from ckptd.persist.storage.object_store import connect
+        from ckptd.persist.storage.object_service import connect
 
         self._sizes = object_file
-        self._store = connect(*bucket_and_prefix(f"{root}-limit"))
+        self._store = connect(f"{root}-limit")
         view = slot.payload[: _payload(slot)]
         half = -(-len(view) // WRITER_THREADS)
         self._parts = {f"part-{at}": view[at : at + half] for at in range(0, len(view), half)}

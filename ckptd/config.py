@@ -202,7 +202,7 @@ class Config(BaseSettings):
     )
 
     storage_root: str | None = _set(
-        None, "durable", "shared directory, or s3://bucket/prefix, for durable checkpoints; none: memory only"
+        None, "durable", "shared directory, s3://bucket/prefix or az://container/prefix, for durable checkpoints; none: memory only"
     )
     cache_dir: Path | None = _set(
         None, "durable", "local directory that keeps what restores read of durable checkpoints, so that the next ones need not"

@@ -78,4 +78,4 @@ def bucket(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     name = objects.new_bucket()
     for key, value in objects.environment().items():
         monkeypatch.setenv(key, value)
-    return f"s3://{name}/some/prefix"
+    return f"{objects.scheme}{name}/some/prefix"

@@ -1,4 +1,4 @@
-"""An S3 server in this process: moto's, over HTTP, one request at a time, with faults.
+"""Servers of objects with faults: moto's S3 in this process, and the way to one in a process of its own.
 
 moto looks whether a condition holds before it writes, and another request may come in between: a lock makes it what S3 is.
 """
@@ -11,16 +11,20 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from io import BytesIO
 from typing import Any
+from urllib.parse import urlsplit
 
 import boto3
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 REGION = "us-east-1"
+FORWARDED_WITHIN_S = 60.0
+HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding"}
 
 
 @dataclass
@@ -60,13 +64,14 @@ class Request:
 Faults = Callable[[Request], Fault | None]
 
 
-class ObjectServer:
-    """``requests``: all that came. ``faults``: asked for each before it is carried out."""
+class FaultyServer:
+    """``requests``: all that came. ``faults``: asked for each before it is carried out, by ``app``; ``together``: many at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: Callable[..., Iterable[bytes]], *, together: bool = False) -> None:
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-        self._moto = DomainDispatcherApplication(create_backend_app)
-        self._lock = threading.RLock()
+        self._app = app
+        self._lock = threading.Lock()
+        self._turn: AbstractContextManager[object] = nullcontext() if together else threading.Lock()
         self.requests: list[Request] = []
         self.faults: Faults | None = None
         self._closing = threading.Event()
@@ -75,34 +80,12 @@ class ObjectServer:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="object-server", daemon=True)
         self._thread.start()
-        self.client: Any = boto3.client(
-            "s3", endpoint_url=self.url, region_name=REGION, aws_access_key_id="reader", aws_secret_access_key="stock"
-        )
 
     def close(self) -> None:
         self._closing.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-        self.client.close()
-
-    def environment(self) -> dict[str, str]:
-        """Of whoever shall use it."""
-        keys = {"AWS_ACCESS_KEY_ID": "ckptd", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": REGION}
-        return {"AWS_ENDPOINT_URL": self.url, **keys}
-
-    def new_bucket(self) -> str:
-        """Its name. Requests are counted from here on."""
-        name = f"bucket-{secrets.token_hex(4)}"
-        self.client.create_bucket(Bucket=name)
-        self.requests.clear()
-        return name
-
-    def keys(self, root: str) -> list[str]:
-        """Of all objects below a storage root, relative to it."""
-        name, _, prefix = root.removeprefix("s3://").partition("/")
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=f"{prefix}/")
-        return [item["Key"].removeprefix(f"{prefix}/") for page in pages for item in page.get("Contents", ())]
 
     @contextmanager
     def failing(self, faults: Faults) -> Iterator[None]:
@@ -118,16 +101,17 @@ class ObjectServer:
             request = Request(len(self.requests) + 1, environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
             self.requests.append(request)
             fault = (self.faults(request) if self.faults is not None else None) or Fault()
-            if fault.status and not fault.done:
-                return _refusal(fault, start)
-            if fault.blind:
-                environ.pop("HTTP_IF_NONE_MATCH", None)
-                environ.pop("HTTP_IF_MATCH", None)
-            if fault.late:
-                environ["QUERY_STRING"] = re.sub(r"\bprefix=[^&]*", "prefix=nothing/", environ["QUERY_STRING"])
-            said: list[Any] = []
-            environ["wsgi.input"] = BytesIO(body)
-            answer = b"".join(self._moto(environ, lambda *args: said.extend(args)))
+        if fault.status and not fault.done:
+            return _refusal(fault, start)
+        if fault.blind:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+            environ.pop("HTTP_IF_MATCH", None)
+        if fault.late:
+            environ["QUERY_STRING"] = re.sub(r"\bprefix=[^&]*", "prefix=nothing/", environ["QUERY_STRING"])
+        said: list[Any] = []
+        environ["wsgi.input"] = BytesIO(body)
+        with self._turn:
+            answer = b"".join(self._app(environ, lambda *args: said.extend(args)))
         if fault.status:
             return _refusal(fault, start)
         if fault.lost:
@@ -150,6 +134,70 @@ class ObjectServer:
             yield piece
         if cut:
             connection.shutdown(socket.SHUT_RDWR)
+
+
+class ObjectServer(FaultyServer):
+    """S3, by moto."""
+
+    scheme = "s3://"
+
+    def __init__(self) -> None:
+        super().__init__(DomainDispatcherApplication(create_backend_app))
+        self.client: Any = boto3.client(
+            "s3", endpoint_url=self.url, region_name=REGION, aws_access_key_id="reader", aws_secret_access_key="stock"
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.client.close()
+
+    def environment(self) -> dict[str, str]:
+        """Of whoever shall use it."""
+        keys = {"AWS_ACCESS_KEY_ID": "ckptd", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": REGION}
+        return {"AWS_ENDPOINT_URL": self.url, **keys}
+
+    def new_bucket(self) -> str:
+        """Its name. Requests are counted from here on."""
+        name = f"bucket-{secrets.token_hex(4)}"
+        self.client.create_bucket(Bucket=name)
+        self.requests.clear()
+        return name
+
+    def keys(self, root: str) -> list[str]:
+        """Of all objects below a storage root, relative to it."""
+        name, _, prefix = root.removeprefix("s3://").partition("/")
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=f"{prefix}/")
+        return [item["Key"].removeprefix(f"{prefix}/") for page in pages for item in page.get("Contents", ())]
+
+    def read(self, root: str, key: str) -> bytes:
+        """As a stock reader has it. key: one of ``keys``."""
+        name, _, prefix = root.removeprefix("s3://").partition("/")
+        found: bytes = self.client.get_object(Bucket=name, Key=f"{prefix}/{key}")["Body"].read()
+        return found
+
+
+class Forward:
+    """The app that a server elsewhere is. Headers go on as they came: signatures are made over them."""
+
+    def __init__(self, url: str) -> None:
+        self._netloc = urlsplit(url).netloc
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        headers = {name[5:].replace("_", "-"): value for name, value in environ.items() if name.startswith("HTTP_")}
+        body = environ["wsgi.input"].read()
+        headers |= {"Content-Length": str(len(body)), "Connection": "close"}
+        if environ.get("CONTENT_TYPE"):
+            headers["Content-Type"] = environ["CONTENT_TYPE"]
+        target = environ["RAW_URI"].partition("?")[0] + (f"?{environ['QUERY_STRING']}" if environ["QUERY_STRING"] else "")
+        link = HTTPConnection(self._netloc, timeout=FORWARDED_WITHIN_S)
+        try:
+            link.request(environ["REQUEST_METHOD"], target, body, headers)
+            answer = link.getresponse()
+            kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in HOP_BY_HOP]
+            start(f"{answer.status} {answer.reason}", kept)
+            return [answer.read()]
+        finally:
+            link.close()
 
 
 def _bent(answer: bytes, flip: int) -> bytes:

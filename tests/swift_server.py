@@ -22,6 +22,7 @@ from typing import Any
 import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.object_server import FaultyServer, Forward
 from tests.waiting import until
 
 REGION = "us-east-1"
@@ -53,16 +54,19 @@ def why_not(folder: Path) -> str:
     return ""
 
 
-class SwiftServer:
+class SwiftServer(FaultyServer):
     """All that it writes lies in a folder of its own, which goes with it."""
+
+    scheme = "s3://"
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="swift-"))
         self._running: list[subprocess.Popen[bytes]] = []
         ports = _free_ports(1 + len(BACKENDS))
-        self.url = f"http://127.0.0.1:{ports['proxy']}"
+        swift = f"http://127.0.0.1:{ports['proxy']}"
+        super().__init__(Forward(swift), together=True)
         keys = {"aws_access_key_id": f"{ACCOUNT}:{USER}", "aws_secret_access_key": KEY}
-        self.client: Any = boto3.client("s3", endpoint_url=self.url, region_name=REGION, **keys)
+        self.client: Any = boto3.client("s3", endpoint_url=swift, region_name=REGION, **keys)
         try:
             self._configure(ports)
             self._build_rings(ports)
@@ -83,6 +87,7 @@ class SwiftServer:
     def new_bucket(self) -> str:
         name = f"bucket-{secrets.token_hex(4)}"
         self.client.create_bucket(Bucket=name)
+        self.requests.clear()
         return name
 
     def logs(self) -> str:
@@ -92,6 +97,7 @@ class SwiftServer:
 
     def close(self) -> None:
         """Each server is one process."""
+        super().close()
         for one in self._running:
             one.kill()
         for one in self._running:

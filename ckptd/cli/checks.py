@@ -124,7 +124,7 @@ def storage(config: Config) -> Check:
             "storage",
             None,
             "no storage_root: snapshots live in memory only",
-            "set storage_root to a shared directory or to s3://bucket/prefix",
+            "set storage_root to a shared directory to s3://bucket/prefix or to az://container/prefix",
         )
     from ckptd.daemon.storage import known_storage
     from ckptd.persist.preflight import probe

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def verify(
-    path: Annotated[str, typer.Argument(help="a checkpoint, or a directory or s3://bucket/prefix with checkpoints below it")],
+    path: Annotated[str, typer.Argument(help="a checkpoint, or a directory, s3:// or az:// root with checkpoints below it")],
     as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
 ) -> None:
     """Re-read every byte, check sums and coverage, name what is damaged. Exit status 1 when anything is."""

@@ -8,21 +8,25 @@ import re
 from ckptd.core.errors import CkptdError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)  # pathlib makes one slash of two
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
+_BUCKETS = {  # by scheme: what its names are
+    "s3": re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"),
+    "az": re.compile(r"(?!.*--)[a-z0-9][a-z0-9-]{1,61}[a-z0-9]"),
+}
 _KEY = re.compile(r"[A-Za-z0-9._@+=-]+")  # a component of a prefix: what every store and every tool takes as it is
-_FILE, _S3 = "file", "s3"
-S3 = f"{_S3}://"
+_FILE = "file"
+S3, AZURE = "s3://", "az://"
 
 
 def storage_root(text: str) -> str:
-    """The directory that ``text`` names, itself or of ``file:///path`` the path; or ``s3://bucket/prefix`` in its one form. Raises
-    CkptdError for every other scheme, a file on another host, and what no bucket or prefix can be."""
+    """The directory that ``text`` names, itself or of ``file:///path`` the path; or ``s3://bucket/prefix`` or
+    ``az://container/prefix`` in its one form. Raises CkptdError for every other scheme, a file on another host, and what no bucket
+    or prefix can be."""
     found = _SCHEME.fullmatch(text)
     if found is None:
         return text
     scheme, slashes, rest = found.groups()
-    if scheme.lower() == _S3:
-        return _bucket_root(text, rest)
+    if scheme.lower() in _BUCKETS:
+        return _bucket_root(text, scheme.lower(), rest)
     if scheme.lower() == _FILE and len(slashes) != 2:
         return f"/{rest}"
     if scheme.lower() == _FILE:
@@ -30,7 +34,7 @@ def storage_root(text: str) -> str:
     raise CkptdError(
         f"storage with the scheme {scheme}:// is not supported",
         where=text,
-        hint="name a directory that all nodes mount, or s3://bucket/prefix of a store that speaks S3",
+        hint="name a directory that all nodes mount, s3://bucket/prefix of a store that speaks S3, or az://container/prefix",
     )
 
 
@@ -45,20 +49,20 @@ def local_root(text: str) -> str:
 
 def in_bucket(root: str) -> bool:
     """Of a root in its one form."""
-    return root.startswith(S3)
+    return root.startswith((S3, AZURE))
 
 
 def bucket_and_prefix(root: str) -> tuple[str, str]:
-    bucket, _, prefix = root.removeprefix(S3).partition("/")
+    bucket, _, prefix = root.partition("://")[2].partition("/")
     return bucket, prefix
 
 
-def _bucket_root(text: str, rest: str) -> str:
+def _bucket_root(text: str, scheme: str, rest: str) -> str:
     bucket, *prefix = [part for part in rest.split("/") if part] or [""]
-    if not _BUCKET.fullmatch(bucket):
-        raise CkptdError("not the name of a bucket", where=text, hint="write s3://bucket/prefix")
+    if not _BUCKETS[scheme].fullmatch(bucket):
+        raise CkptdError("not the name of a bucket", where=text, hint=f"write {scheme}://bucket/prefix")
     for part in prefix:
         if part in (".", "..") or not _KEY.fullmatch(part):
             hint = "write [A-Za-z0-9._@+=-] between its slashes"
             raise CkptdError(f"{part!r} is no part of a prefix", where=text, hint=hint)
-    return S3 + "/".join([bucket, *prefix])
+    return f"{scheme}://" + "/".join([bucket, *prefix])

@@ -82,7 +82,7 @@ def find_checkpoints(path: str) -> list[str]:
 
 def _in_bucket(root: str) -> list[str]:
     above, _, name = root.rpartition("/")
-    if above != "s3:/":  # it may be a checkpoint itself
+    if not above.endswith(":/"):  # it may be a checkpoint itself
         with suppress(NotFound):
             storage_at(above).open(f"{name}/{MANIFEST}").close()
             return [root]

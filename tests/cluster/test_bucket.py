@@ -40,9 +40,7 @@ def test_durable_in_a_bucket_gives_the_step_back_after_everything_died(nodes: Cl
         gone.kill()
     shown = first.cli("verify", bucket)
     assert shown.returncode == 0 and "step-0000000004" in shown.stdout, shown
-    name, _, prefix = bucket.removeprefix("s3://").partition("/")
-    data = [f"{prefix}/{key}" for key in objects.keys(bucket) if key.endswith(".safetensors")]
-    tensors = [load(objects.client.get_object(Bucket=name, Key=key)["Body"].read()) for key in data]
+    tensors = [load(objects.read(bucket, key)) for key in objects.keys(bucket) if key.endswith(DATA)]
     assert tensors and all(key.startswith(("model.", "optimizer.")) for found in tensors for key in found)
     fresh = nodes.node(storage_root=bucket)
     (alone,) = nodes.world([fresh], JOB, kind="fsdp")

@@ -11,8 +11,6 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine import view
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
-from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
-from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.state_map.agreement import TENSORS, object_name
 from ckptd.core.state_map.box import Box
 from ckptd.core.state_map.layout import MAYBE, REPLICA
@@ -413,30 +411,6 @@ def test_which_one_of_a_lineage_left_behind_is_the_best_is_asked_whenever_one_of
     node.tick()
     assert {v.snapshot for v in node.said(msg.Void, "b")} == {at(4, OLD)}
     assert node.level(5, epoch=OLD) == 0
-
-
-def test_a_handler_compares_the_sums_of_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P16: of 4,096 ranks it takes 0.05 s, and a steward that had just begun compared those of five in one tick. Nothing is flushed
-    and nothing goes before all are known."""
-    node, compared = steward(durable=True, flush_every_steps=1), []
-    whole = SnapshotTable.weigh
-
-    def counted(table: SnapshotTable, state: SnapshotState) -> bool:
-        compared.append(whole(table, state))
-        return compared[-1]
-
-    monkeypatch.setattr(SnapshotTable, "weigh", counted)
-    held = [fact(step, rank, rank ^ 1, keep=True) for step in (9, 8, 7) for rank in (0, 1)]
-    node.others["b"].tell_inventory(*held, layouts=BOTH)
-    for looks in range(1, 4):
-        mark = node.mark
-        del compared[:]
-        node.tick()
-        assert sum(compared) <= 1
-        known = [step for step in (9, 8, 7) if node.machine.steward.table.states[at(step)].agreement is not None]
-        if known != [9, 8, 7]:
-            assert looks < 3 and (node.machine.steward.flushing.flush, released_since(node, mark)) == (None, set())
-    assert [node.level(step) for step in (9, 8, 7)] == [0, 0, 0]
 
 
 def test_of_a_lineage_left_behind_the_newer_one_goes_when_an_older_one_turns_out_to_be_better() -> None:

@@ -426,7 +426,7 @@ def test_a_name_writes_nothing_into_the_terminal_of_who_looks(cli: Cli, tmp_path
     assert "\x1b" not in shown.err
 
 
-@pytest.mark.parametrize("root", ["az://bucket/x", "gs://bucket/x", "http://host/x", "GS:/bucket"])
+@pytest.mark.parametrize("root", ["abfs://bucket/x", "gs://bucket/x", "http://host/x", "GS:/bucket"])
 @pytest.mark.parametrize("command", [("config", "--storage-root"), ("preflight", "--storage-root"), ("ls",), ("verify",)])
 def test_a_storage_root_that_is_no_directory_is_refused_in_words(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str, command: tuple[str, ...]

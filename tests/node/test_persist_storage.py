@@ -296,7 +296,10 @@ def test_what_others_put_among_the_checkpoints_hides_none(root: Path, stray: str
     assert (root / JOB / "epoch-000001" / stray).is_dir()
 
 
-@pytest.mark.parametrize("root", ["gs://bucket", "az://box/x", "file://elsewhere/x", "s3://", "s3://Bucket", "s3://bucket/a b"])
+NOT_FOR_US = ["gs://bucket", "az://a--b/x", "az://b.c/x", "file://elsewhere/x", "s3://", "s3://Bucket", "s3://bucket/a b"]
+
+
+@pytest.mark.parametrize("root", NOT_FOR_US)
 def test_a_scheme_that_no_backend_is_for_is_refused(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no configuration was read: `ckptd ls s3://bucket/x` made nothing of it but a directory that is not there."""
     monkeypatch.chdir(tmp_path)

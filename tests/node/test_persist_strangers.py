@@ -113,7 +113,7 @@ def everything(storage: ObjectStorage) -> dict[str, int]:
 
 
 def test_an_object_that_stops_lists_is_named_with_what_to_do(bucket: str, objects: ObjectServer, world: World) -> None:
-    fill(ObjectStorage(*bucket.removeprefix("s3://").split("/", 1)), world)
+    fill(ObjectStorage(bucket), world)
     name, _, prefix = bucket.removeprefix("s3://").partition("/")
     odd = f"{prefix}/{epoch_dir(JOB, 1)}//odd"
     objects.client.put_object(Bucket=name, Key=odd, Body=b"")
@@ -131,7 +131,7 @@ def test_an_object_that_stops_lists_is_named_with_what_to_do(bucket: str, object
 def test_a_pointer_that_was_overwritten_costs_its_own_step_alone(bucket: str, world: World, how: str) -> None:
     """All of the job was unreadable; or another step's bytes were read as this one's; or what it named was deleted, the whole epoch
     for a name that is empty."""
-    fill(ObjectStorage(*bucket.removeprefix("s3://").split("/", 1)), world)
+    fill(ObjectStorage(bucket), world)
     overwrite(storage_at(bucket), 30, how)  # type: ignore[arg-type]
     storage = storage_at(bucket)
     assert isinstance(storage, ObjectStorage)

@@ -37,6 +37,7 @@ from tests.node.storage_conformance import (
     ONE,
     OTHER,
     POINTER,
+    TOP,
     StorageConformance,
     begin,
     commit,
@@ -45,6 +46,7 @@ from tests.node.storage_conformance import (
     put,
 )
 from tests.node.test_persist_crash import tiny_world
+from tests.object_server import Fault
 from tests.swift_server import SwiftServer, why_not
 
 pytestmark = pytest.mark.chaos  # a minute on two cores, and five processes
@@ -76,7 +78,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwiftServer]:
     server.close()
 
 
-soon, storage, _small_parts = moto.soon, moto.storage, moto._small_parts
+soon, storage, _small_parts, brief = moto.soon, moto.storage, moto._small_parts, moto.brief
 
 
 class TestSwift(StorageConformance):
@@ -93,6 +95,35 @@ class TestSwift(StorageConformance):
 test_a_bucket_that_disappears_is_away_and_back = moto.test_a_bucket_that_disappears_is_away_and_back
 test_a_bucket_that_was_never_there = moto.test_a_bucket_that_was_never_there
 test_what_is_imported_may_go_into_a_bucket = moto.test_what_is_imported_may_go_into_a_bucket
+test_a_body_that_ends_early_is_no_data = moto.test_a_body_that_ends_early_is_no_data
+test_a_body_that_comes_slowly_is_read = moto.test_a_body_that_comes_slowly_is_read
+test_a_body_that_stalls_is_asked_for_again = moto.test_a_body_that_stalls_is_asked_for_again_and_given_up_in_words
+
+
+@pytest.mark.parametrize("fault", moto.LOST, ids=["lost", "late"])
+def test_whoever_hears_nothing_finds_out_that_it_was_his(storage: ObjectStorage, objects: SwiftServer, fault: Fault) -> None:
+    """P4, P12, as far as Swift goes: of what is committed nothing can be hidden."""
+    begin(storage, ONE)
+    with objects.failing(moto.on(moto.of_pointer, fault)):
+        assert commit(storage, ONE)
+    begin(storage, OTHER)
+    with objects.failing(moto.on(moto.of_pointer, fault)):
+        assert not commit(storage, OTHER), "it was another one's"
+    with objects.failing(moto.on(lambda request: request.method == "PUT", fault)):
+        assert storage.put_if_absent("name", b"mine")
+    with objects.failing(moto.on(lambda request: request.method == "PUT", fault)):
+        assert not storage.put_if_absent("name", b"mine"), "of equal bytes, too"
+
+
+@pytest.mark.parametrize(("fault", "hint"), moto.STORMS, ids=["busy", "broken", "broken after it was carried out"])
+def test_a_storm_of_errors_is_sat_out(storage: ObjectStorage, objects: SwiftServer, fault: Fault, hint: str) -> None:
+    with objects.failing(lambda request: fault if request.number % 2 else None):
+        assert commit(storage, begin(storage, ONE))
+        assert committed(storage) == f"manifest of {ONE}"
+        assert storage.put_if_absent("name", b"mine") and not storage.put_if_absent("name", b"mine")
+    with objects.failing(lambda request: fault), pytest.raises(StorageError) as caught:
+        storage.list(TOP)
+    assert caught.value.errno == errno.EBUSY and hint in caught.value.hint, caught.value
 
 
 # --- what ckptd says of it ------------------------------------------------------------------------------------------

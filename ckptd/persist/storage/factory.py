@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptd.core.errors import CkptdError
-from ckptd.core.storage_root import bucket_and_prefix, in_bucket, storage_root
+from ckptd.core.storage_root import in_bucket, storage_root
 from ckptd.persist.storage.base import Storage
 from ckptd.persist.storage.posix import PosixStorage
 
@@ -19,4 +19,4 @@ def storage_at(root: str, *, create: bool = False, marked: bool | None = None, i
         from ckptd.persist.storage.object_store import ObjectStorage
     except ImportError as error:
         raise CkptdError(f"{root} needs obstore", where=str(error), hint="pip install 'ckptd[s3]'") from error
-    return ObjectStorage(*bucket_and_prefix(root), create=create, marked=marked, identity=identity, if_new=if_new)
+    return ObjectStorage(root, create=create, marked=marked, identity=identity, if_new=if_new)

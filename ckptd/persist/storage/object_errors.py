@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Mapping
 
+from ckptd.core.storage_root import AZURE
 from ckptd.persist.storage.base import AWAY, NotFound, StorageError
 
 TEXT_CHARS_MAX = 300  # of what the store or the library said
-_CODE = re.compile(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)</Message>)?", re.DOTALL)
+_CODE = re.compile(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)(?:\s*RequestId:.*?)?</Message>)?", re.DOTALL)
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 
 _RIGHTS = (
@@ -25,10 +27,20 @@ _LACKS = "the store lacks what ckptd needs: conditional PUT, If-None-Match as we
 _ODD = "somebody has put an object there whose name has an empty or relative part (`a//b`, `a/../b`), which stops lists: delete it"
 _FAILED = "the store failed in itself, or what stands before it: its log or status page says; ckptd goes on as soon as it answers"
 _BROKEN = "answers break off, or 8 MiB take longer than a minute: look at the network from this node to the store"
-_UNREACHABLE = "does AWS_ENDPOINT_URL answer from this node? ckptd goes on as soon as it does"
+_UNREACHABLE = "does {} answer from this node? ckptd goes on as soon as it does"
 
+_STATUSES: dict[str, tuple[int, str]] = {
+    "429": (errno.EBUSY, _THROTTLED),
+    "500": (errno.EBUSY, _FAILED),
+    "501": (errno.EOPNOTSUPP, _LACKS),
+    "502": (errno.EBUSY, _FAILED),
+    "503": (errno.EBUSY, _THROTTLED),
+    "504": (errno.EBUSY, _FAILED),
+    "507": (errno.ENOSPC, _ROOM),
+}
 # What the store's own code, or the status, means.
-_KNOWN: dict[str, tuple[int, str]] = {
+_S3: dict[str, tuple[int, str]] = {
+    **_STATUSES,
     "NoSuchBucket": (AWAY, _BUCKET),
     "PermanentRedirect": (AWAY, "the bucket lies in another region: set AWS_REGION"),
     "AuthorizationHeaderMalformed": (errno.EACCES, "the bucket lies in another region: set AWS_REGION"),
@@ -46,13 +58,32 @@ _KNOWN: dict[str, tuple[int, str]] = {
     "NotImplemented": (errno.EOPNOTSUPP, _LACKS),
     "401": (errno.EACCES, _CREDENTIALS),
     "403": (errno.EACCES, _RIGHTS),
-    "429": (errno.EBUSY, _THROTTLED),
-    "500": (errno.EBUSY, _FAILED),
-    "501": (errno.EOPNOTSUPP, _LACKS),
-    "502": (errno.EBUSY, _FAILED),
-    "503": (errno.EBUSY, _THROTTLED),
-    "504": (errno.EBUSY, _FAILED),
-    "507": (errno.ENOSPC, _ROOM),
+}
+_AZURE_RIGHTS = "an identity needs the role Storage Blob Data Contributor on the container; a SAS token read, write, delete, list"
+_AZURE_CREDENTIALS = (
+    "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN for the daemon, or give its node or pod an identity; where they are "
+    "right, this node's clock is more than 15 minutes off (chrony, ntpd)"
+)
+_CONTAINER = "make the container, or correct storage_root and AZURE_STORAGE_ACCOUNT_NAME; ckptd goes on as soon as it is there"
+_ARCHIVED = "a rule of the account has archived it: bring it back to an online tier, and keep the rule away from this prefix"
+_AZURE: dict[str, tuple[int, str]] = {
+    **_STATUSES,
+    "ContainerNotFound": (AWAY, _CONTAINER),
+    "ContainerBeingDeleted": (AWAY, _CONTAINER),
+    "ResourceNotFound": (AWAY, _CONTAINER),
+    "AuthenticationFailed": (errno.EACCES, _AZURE_CREDENTIALS),
+    "AuthorizationFailure": (errno.EACCES, f"{_AZURE_CREDENTIALS}; or the account's firewall keeps it out"),
+    "AuthorizationPermissionMismatch": (errno.EACCES, _AZURE_RIGHTS),
+    "InsufficientAccountPermissions": (errno.EACCES, _AZURE_RIGHTS),
+    "InvalidAuthenticationInfo": (errno.EACCES, _AZURE_CREDENTIALS),
+    "NoAuthenticationInformation": (errno.EACCES, _AZURE_CREDENTIALS),
+    "PublicAccessNotPermitted": (errno.EACCES, _AZURE_CREDENTIALS),
+    "BlobArchived": (errno.EIO, _ARCHIVED),
+    "InternalError": (errno.EBUSY, _FAILED),
+    "OperationTimedOut": (errno.EBUSY, _FAILED),
+    "ServerBusy": (errno.EBUSY, _THROTTLED),
+    "401": (errno.EACCES, _AZURE_CREDENTIALS),
+    "403": (errno.EACCES, _AZURE_RIGHTS),
 }
 # Of these no answer of the store is there to be understood.
 _METADATA = ("169.254.169.254", "169.254.170.2", "fd00:ec2::254", "api/token")  # where a role's credentials are asked for
@@ -66,18 +97,20 @@ def store_error(error: Exception, what: str, where: str) -> StorageError:
     told = str(error).partition("\n\nDebug source")[0]
     found, status = _CODE.search(told), _STATUS.search(told)
     code = found[1] if found else status[1] if status else ""
-    if isinstance(error, FileNotFoundError) and code not in _KNOWN:
+    known: Mapping[str, tuple[int, str]] = _AZURE if where.startswith(AZURE) else _S3
+    if isinstance(error, FileNotFoundError) and code not in known:
         return NotFound(f"{what}: no such object", where=where, errno=errno.ENOENT)
     if any(place in told for place in _METADATA):
         text = "no credentials: none in the environment, and the node's metadata service gives none"
-        return StorageError(f"{what}: {text}", where=where, hint=_CREDENTIALS, errno=errno.EACCES)
+        return StorageError(f"{what}: {text}", where=where, hint=known["401"][1], errno=errno.EACCES)
     if not code and "response body" in told:
         return StorageError(f"{what}: the answer did not come whole: {_short(told)}", where=where, hint=_BROKEN, errno=AWAY)
     if not code and any(word in told.lower() for word in _NO_ANSWER):
-        return StorageError(f"{what}: the store does not answer: {_short(told)}", where=where, hint=_UNREACHABLE, errno=AWAY)
+        hint = _UNREACHABLE.format("the account's endpoint" if known is _AZURE else "AWS_ENDPOINT_URL")
+        return StorageError(f"{what}: the store does not answer: {_short(told)}", where=where, hint=hint, errno=AWAY)
     if "path segment" in told:
         return StorageError(f"{what}: {_short(told)}", where=where, hint=_ODD, errno=errno.EINVAL)
-    number, hint = _KNOWN.get(code) or _KNOWN.get(status[1] if status else "") or (errno.EIO, "")
+    number, hint = known.get(code) or known.get(status[1] if status else "") or (errno.EIO, "")
     text = f"{found[1]}: {found[2] or ''}".rstrip(": ") if found else _short(told)
     return StorageError(f"{what}: {text}", where=where, hint=hint, errno=number)
 

@@ -17,7 +17,7 @@ from ckptd.persist.storage.object_pointer import write_once
 from ckptd.persist.storage.object_windows import WINDOW_BYTES, Windows
 
 if TYPE_CHECKING:
-    from obstore.store import S3Store
+    from ckptd.persist.storage.object_service import Service
 
 PART_BYTES = 8 << 20  # of a multipart upload; stores take 10,000 of them, at least 5 MiB each
 SPAN_BYTES = 8 << 20  # of one request of a long read
@@ -28,7 +28,7 @@ class ObjectWriter:
     """A file of at most one part is one conditional PUT. Of a larger one each part is sent when it is full, so that memory is
     bounded by (PARTS_AT_ONCE + 2) * PART_BYTES; the store shows it when the upload is completed, whole."""
 
-    def __init__(self, store: S3Store, key: str, where: str) -> None:
+    def __init__(self, store: Service, key: str, where: str) -> None:
         self._store, self._key, self._where = store, key, where
         self._part = np.empty(PART_BYTES, np.uint8)
         self._lent: list[tuple[memoryview, np.ndarray[Any, np.dtype[np.uint8]]]] = []  # parts that are being sent
@@ -120,7 +120,7 @@ class ObjectWriter:
 class ObjectReader:
     at_once = SPAN_BYTES
 
-    def __init__(self, store: S3Store, key: str, where: str, size: int, windows: Windows) -> None:
+    def __init__(self, store: Service, key: str, where: str, size: int, windows: Windows) -> None:
         self._store, self._key, self._where, self._size = store, key, where, size
         self._windows, self._number = windows, windows.reader()
 

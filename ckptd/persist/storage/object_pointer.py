@@ -20,9 +20,9 @@ from ckptd.persist.storage.base import NotFound, Sight, StorageError
 from ckptd.persist.storage.object_errors import store_error
 
 if TYPE_CHECKING:
-    from obstore.store import S3Store
+    from ckptd.persist.storage.object_service import Service
 
-TOKEN = "ckptd-write"  # metadata of each small object: which write made it
+TOKEN = "ckptdwrite"  # metadata of each small object: which write made it; Azure takes no hyphen there
 FORMAT, VERSION = "ckptd-pointer", 1
 POINTER = ".pointer"  # step-N.pointer
 POINTER_BYTES_MAX = 1 << 16
@@ -50,7 +50,7 @@ class Commit:
     damage: str = ""
 
 
-def write_once(store: S3Store, key: str, data: bytes | memoryview, where: str, *, over: str = "") -> bool:
+def write_once(store: Service, key: str, data: bytes | memoryview, where: str, *, over: str = "") -> bool:
     """One conditional PUT. over: the entity tag of what it replaces; "": nothing may be there. False: it is not so."""
     token = secrets.token_hex(16)
     for left in reversed(range(WRITE_TRIES)):
@@ -75,7 +75,7 @@ def write_once(store: S3Store, key: str, data: bytes | memoryview, where: str, *
     raise AssertionError("WRITE_TRIES is at least 1")
 
 
-def _token_of(store: S3Store, key: str, where: str) -> str | None:
+def _token_of(store: Service, key: str, where: str) -> str | None:
     """None: there is no such object."""
     try:
         return str(obstore.get(store, key).attributes.get(TOKEN, ""))
@@ -86,18 +86,23 @@ def _token_of(store: S3Store, key: str, where: str) -> str | None:
         raise found from error
 
 
+def plain(e_tag: str | None) -> str:
+    """As any request takes it. Azure quotes it where it answers for one object, and does not in lists."""
+    return f'"{e_tag.strip(chr(34))}"' if e_tag else ""
+
+
 def encode(attempt: str, sight: Sight) -> bytes:
     return msgspec.json.encode(_File(FORMAT, VERSION, attempt, sight.value, secrets.token_hex(8))) + b"\n"
 
 
-def read(store: S3Store, key: str, where: str) -> Commit | None:
+def read(store: Service, key: str, where: str) -> Commit | None:
     """None: there is no such pointer. One that is damaged, also when it is read once more, stands for its step alone. Raises
     StorageError."""
     found = _read(store, key, where)
     return _read(store, key, where) if found is not None and found.damage else found
 
 
-def _read(store: S3Store, key: str, where: str) -> Commit | None:
+def _read(store: Service, key: str, where: str) -> Commit | None:
     try:
         found = obstore.get(store, key)
         meta = found.meta
@@ -107,7 +112,7 @@ def _read(store: S3Store, key: str, where: str) -> Commit | None:
         if isinstance(told, NotFound):
             return None
         raise told from error
-    state = meta["e_tag"] or "", meta["last_modified"].timestamp()
+    state = plain(meta["e_tag"]), meta["last_modified"].timestamp()
     try:
         file = msgspec.json.decode(data, type=_File)
         sight = Sight(file.sight)

@@ -1,4 +1,4 @@
-"""A bucket as storage: S3 and what speaks its protocol, through obstore (design D22; docs/FORMAT.md section 9).
+"""A bucket as storage: S3 and what speaks its protocol, and Azure's containers, through obstore (D22; docs/FORMAT.md section 9).
 
 Nothing is ever renamed: an attempt's files lie below the attempt's own prefix for good. The commit is one conditional PUT of the
 pointer, ``step-N.pointer`` beside it. What readers see of it changes by a PUT that asks for the entity tag of the state before, so
@@ -9,16 +9,13 @@ it is there nothing can be committed in its place, and whoever died in between i
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import obstore
-from obstore.store import S3Store
 
 from ckptd.persist.names import DAMAGED, MANIFEST, PART
 from ckptd.persist.storage import object_pointer as pointers
@@ -35,11 +32,9 @@ from ckptd.persist.storage.base import (
 from ckptd.persist.storage.object_errors import is_wordless, store_error
 from ckptd.persist.storage.object_file import ObjectReader, ObjectWriter
 from ckptd.persist.storage.object_pointer import POINTER, Commit, write_once
+from ckptd.persist.storage.object_service import connect
 from ckptd.persist.storage.object_windows import Windows
 from ckptd.thread_pool import ThreadPool
-
-if TYPE_CHECKING:
-    from obstore.store import S3Config
 
 OWN = ".ckptd"  # objects that are no part of any path
 MARKER, CLOCK = f"{OWN}/root", f"{OWN}/clock"
@@ -53,60 +48,28 @@ TURNS_MAX = 16  # of those who change one pointer at once
 DROP_TURN_S = 300.0  # so long the end of a drop is left to who began it; longer than all its tries of one request take
 DROP_WITHIN_S = 30.0  # and so soon it sends that
 
-RETRIES_MAX = 6  # of one request, by obstore, with exponential backoff and jitter
-RETRY_FIRST_S, RETRY_PAUSE_MAX_S = 0.1, 5.0
-RETRY_WITHIN_S = 60.0
-CONNECT_TIMEOUT_S = 5.0
-REQUEST_TIMEOUT_S = 60.0  # of one request with its body: a part, a range
-
-NEEDS = "ckptd needs a store with conditional PUT, If-None-Match as well as If-Match (AWS S3, MinIO, Ceph, Cloudflare R2)"
+NEEDS = "ckptd needs a store with conditional PUT, If-None-Match as well as If-Match (AWS S3, MinIO, Ceph, Cloudflare R2, Azure)"
 Entries: TypeAlias = list[Entry]  # as ``list`` is a method here
 AWAY_HINT = "is it the bucket that was meant? ckptd goes on as soon as it is back"
 
 
-def connect(bucket: str, prefix: str) -> S3Store:
-    """Credentials, endpoint and region as AWS's own tools find them in the environment, or from the node's role."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT", "")
-    config: S3Config = {} if os.environ.get("AWS_CHECKSUM_ALGORITHM") else {"checksum_algorithm": "SHA256"}
-    return S3Store(
-        bucket,
-        prefix=prefix or None,
-        config=config,
-        client_options={
-            "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
-            "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
-            "allow_http": endpoint.startswith("http://"),
-        },
-        retry_config={
-            "max_retries": RETRIES_MAX,
-            "retry_timeout": timedelta(seconds=RETRY_WITHIN_S),
-            "backoff": {
-                "init_backoff": timedelta(seconds=RETRY_FIRST_S),
-                "max_backoff": timedelta(seconds=RETRY_PAUSE_MAX_S),
-                "base": 2,
-            },
-        },
-    )
-
-
 class ObjectStorage:
-    """create, marked, identity, if_new: as PosixStorage. The bucket itself is never made."""
+    """root: in its one form. create, marked, identity, if_new: as PosixStorage. The bucket itself is never made."""
 
     needs = NEEDS
 
     def __init__(
         self,
-        bucket: str,
-        prefix: str = "",
+        root: str,
         *,
         create: bool = True,
         marked: bool | None = None,
         identity: str = "",
         if_new: str = "",
     ) -> None:
-        self.root = f"s3://{bucket}/{prefix}".rstrip("/")
+        self.root = root
         self.identity = identity
-        self._store = connect(bucket, prefix)
+        self._store = connect(root)
         self._marked = create if marked is None else marked
         self._away_hint = f"{AWAY_HINT}; {if_new}" if if_new else AWAY_HINT
         self._seen_at = -ROOT_SEEN_S
@@ -388,7 +351,7 @@ class ObjectStorage:
             pointer = f"{path}/{name}" if path else name
             if meta["path"].endswith(POINTER) and is_name(name):
                 found[name] = self._known.get(pointer)
-                if (commit := found[name]) is None or commit.e_tag != meta["e_tag"]:
+                if (commit := found[name]) is None or commit.e_tag != pointers.plain(meta["e_tag"]):
                     unseen[name] = pointer
         if len(unseen) == 1:
             found |= {name: self._look(pointer) for name, pointer in unseen.items()}
@@ -468,16 +431,17 @@ class ObjectStorage:
             raise store_error(error, "list", self.locate(path)) from error
 
     def _delete(self, keys: Sequence[str], path: str) -> None:
+        """What is not there any more is none the worse. Azure says that it is not, when it has deleted some of the others."""
         if not keys:
             return
         try:
             obstore.delete(self._store, keys)
-        except FileNotFoundError as error:
+        except Exception as error:
             told = store_error(error, "delete", self.locate(path))
             if not isinstance(told, NotFound):
                 raise told from error
-        except Exception as error:
-            raise store_error(error, "delete", self.locate(path)) from error
+            for key in keys if len(keys) > 1 else ():
+                self._delete([key], path)
 
     def _check_root(self, seen_s: float = 0.0) -> None:
         """Is it the storage that was meant? seen_s: it need not be looked at if it was within that time. Raises StorageError."""
