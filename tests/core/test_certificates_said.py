@@ -11,9 +11,8 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward import certify
 from ckptd.core.protocol.machine.steward.certify import IDLE_S, RELEASES_NAMED_MAX, REPEAT_S, REPEATS_LIVELY
-from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
-from ckptd.core.protocol.machine.steward.table import FALLEN_KEPT_MAX, SnapshotTable
-from tests.core.certificates import BOTH, OLD, OLD_ONES, released, released_since, steward
+from ckptd.core.protocol.machine.steward.table import FALLEN_KEPT_MAX
+from tests.core.certificates import BOTH, OLD, OLD_ONES, released, steward
 from tests.core.machines import EPOCH, TICK_S, Steward, at, fact, layout, only, record_of
 
 POLICY = Policy(replicas=1, durable=False)
@@ -54,30 +53,6 @@ def test_copies_that_thousands_of_ranks_lack_are_asked_for_one_snapshot_at_a_tim
         assert asked <= {certificate.snapshot.step for certificate in node.certificates("b", mark)}
         told += [sorted(asked)] * bool(asked)
     assert told == [[7], [9]] * 2
-
-
-def test_a_handler_compares_the_sums_of_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P16: of 4,096 ranks it takes 0.05 s, and a steward that had just begun compared those of five in one tick. Nothing is flushed
-    and nothing goes before all are known."""
-    node, compared = steward(durable=True, flush_every_steps=1), []
-    whole = SnapshotTable.weigh
-
-    def counted(table: SnapshotTable, state: SnapshotState) -> bool:
-        compared.append(whole(table, state))
-        return compared[-1]
-
-    monkeypatch.setattr(SnapshotTable, "weigh", counted)
-    held = [fact(step, rank, rank ^ 1, keep=True) for step in (9, 8, 7) for rank in (0, 1)]
-    node.others["b"].tell_inventory(*held, layouts=BOTH)
-    for looks in range(1, 4):
-        mark = node.mark
-        del compared[:]
-        node.tick()
-        assert sum(compared) <= 1
-        known = [step for step in (9, 8, 7) if node.machine.steward.table.states[at(step)].agreement is not None]
-        if known != [9, 8, 7]:
-            assert looks < 3 and (node.machine.steward.flushing.flush, released_since(node, mark)) == (None, set())
-    assert [node.level(step) for step in (9, 8, 7)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("order", ["bd", "db"])

@@ -298,6 +298,20 @@ def test_a_node_whose_link_comes_back_amid_a_restore_goes_on_with_it() -> None:
     assert (node.refusals(), node.machine.view()["is_steward"]) == ([], True)
 
 
+def test_what_broke_while_we_stood_still_may_be_whole_again() -> None:
+    """A process that is stopped hears nothing: the first thing that it sees may be how late it is (a reader's history)."""
+    node = Elect(restore_timeout_s=600.0)
+    node.open()
+    lost_amid(node, patience=13.0)
+    node.now += 20.0
+    node.feed(ev.Tick())
+    assert node.refusals() == []
+    node.tick(node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S - 1.0, reporting=False)
+    assert node.refusals() == []
+    node.tick(2.0, reporting=False)
+    assert node.refusals()[0] == ("now", "left")
+
+
 def test_a_holder_that_is_lost_amid_a_restore_ends_nothing() -> None:
     """What could not be fetched from it is decided upon anew."""
     node = Elect(restore_timeout_s=600.0)

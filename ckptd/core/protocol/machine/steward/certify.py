@@ -45,13 +45,22 @@ class Certify:
         self._rounds = 0
         self._to_repeat: list[SnapshotId] = []  # the newest first
         self._degraded = False
-        self.behind = False  # there are snapshots that nobody has looked at yet, and that may come before what is known
+        self._looked = False  # at all that was told, since everyone told
 
     # --- after every change -------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """An office begins."""
+        self.protecting.clear()
+        self._looked = False
+
+    def knows_all(self) -> bool:
+        """Else there may be something that nobody has looked at yet, and that comes before all that is known."""
+        return self._looked and self._sessions.settled()
+
     def review(self) -> None:
         """Look at what has changed."""
-        if self._sessions.settled():
-            self.behind = bool(self._table.dirty or self._owed) and not self._look_through()
+        settled, todo = self._sessions.settled(), bool(self._table.dirty or self._owed)
+        self._looked = settled and (not todo or self._look_through())
 
     def _look_through(self) -> bool:
         """False: it goes on with the next look. The sums of thousands of ranks take as long as a handler may, and a steward that

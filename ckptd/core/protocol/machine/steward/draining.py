@@ -65,7 +65,7 @@ class Draining:
 
     def on_tick(self) -> None:
         self._tell()
-        if not self._sessions.leaving or not self._sessions.settled() or self._ctx.now - self._looked_at < LOOK_S:
+        if not self._sessions.leaving or not self._certify.knows_all() or self._ctx.now - self._looked_at < LOOK_S:
             return
         self._looked_at = self._ctx.now
         needs: list[Need] = []

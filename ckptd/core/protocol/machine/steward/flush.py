@@ -103,12 +103,11 @@ class Flushing:
         self._watch_ranks()
         if self.flush is not None:
             self._look_after(self.flush)
-        elif self._ctx.policy.durable and self._planning is None and self._ctx.now >= self._not_before and self._knows_all():
+        elif self._ctx.policy.durable and self._planning is None and self._may_begin():
             self._plan(self._targets())
 
-    def _knows_all(self) -> bool:
-        """Else what is not known yet may be the more wanted one."""
-        return self._sessions.settled() and not self._certify.behind
+    def _may_begin(self) -> bool:
+        return self._ctx.now >= self._not_before and self._certify.knows_all()
 
     def _targets(self) -> list[SnapshotState]:
         """The most wanted first: what waits for parity, perhaps for ever, holds up no other, and what failed often goes last."""

@@ -62,6 +62,7 @@ class Restore:
     said_at: float
     fetched: set[int] = field(default_factory=set)
     loaded: set[int] = field(default_factory=set)
+    awake_since: float = 0.0  # what broke while this process stood still may be whole again, and we have not heard it yet
     failed_at: float | None = None
     damage: str = ""  # what was found; the snapshot is left out for it
     away: str = ""  # who could not be reached
@@ -283,7 +284,7 @@ class Restoring:
             found.per_rank if found is not None else (),
             decision.errors,
         )
-        self.restore = Restore(message, self._ctx.now, self._ctx.now)
+        self.restore = Restore(message, self._ctx.now, self._ctx.now, awake_since=self._ctx.now)
         for text in decision.errors:
             for words, kind in ALARMS.items():
                 if text.startswith(words):
@@ -398,6 +399,8 @@ class Restoring:
         """This process was stopped: whether the ranks still stand there must be heard anew."""
         if self.gathering.gather is not None:
             self.gathering.gather.heard_at.clear()
+        if self.restore is not None:
+            self.restore.awake_since = self._ctx.now
 
     def already_done(self, record: EpochRecord) -> None:
         """Somebody saw the epoch completed that these reports ask about: there is nothing to decide. Reports of a newer start go on
@@ -453,6 +456,8 @@ class Restoring:
     def _lost(self, restore: Restore) -> list[str]:
         """Nodes of ranks that have not loaded, and that will not: whoever restores beside them waits for nothing."""
         record = restore.record
+        if self._ctx.now - restore.awake_since < self._ctx.policy.steward_timeout_s + MEMBER_AWAY_S:
+            return []
         lacking = {record.ranks[rank] for rank in range(record.world) if rank not in restore.loaded}
         return sorted(node for node in lacking & self._ctx.down.keys() if self._ctx.lost(node, MEMBER_AWAY_S))
 

@@ -124,7 +124,7 @@ class Steward:
         self.grants.clear()
         self.flushing.clear()
         self.degradation.clear()
-        self.certify.protecting.clear()
+        self.certify.begin()
         self.draining.clear()
         self.sessions.stop()
         self.sessions.start()
@@ -331,5 +331,5 @@ class Steward:
         if self.active and now - self._acted_at >= pause:
             self._acted_at = now
             self.certify.review()
-            if self._done and self._ctx.done and not self.certify.behind:
+            if self._done and self._ctx.done and (self.certify.knows_all() or not self.sessions.settled()):
                 self.grants.act()

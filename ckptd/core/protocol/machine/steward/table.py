@@ -306,7 +306,7 @@ class SnapshotTable:
         asked: set[str] = set()
         tables = {name: digest for digest, leaves in self._leaves.items() for name in leaves}
         for state in self.states.values():
-            if state.classes is not None:  # they are made of all of its layouts
+            if state.classes is not None and len(state.classes.alone) == len(state.layout_ids):  # made of all of its layouts
                 continue
             for rank, name in state.layout_ids.items():
                 what = tables.get(name, name)
