@@ -85,7 +85,7 @@ def _print(report: VerifyReport) -> None:
 
     if report.ok:
         what = f"{report.tensors} tensors, {report.files} files, {format_bytes(report.bytes_read)} read back"
-        print(plain(f"ok       {report.path}: {what}"))
+        print(plain(f"ok       {report.path}: {what}" + (f"; its files are below {report.place}/" if report.place else "")))
         return
     print(plain(f"DAMAGED  {report.path}"))
     for problem in report.problems:

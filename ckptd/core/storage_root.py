@@ -12,6 +12,10 @@ _BUCKETS = {  # by scheme: what its names are
     "s3": re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"),
     "az": re.compile(r"(?!.*--)[a-z0-9][a-z0-9-]{1,61}[a-z0-9]"),
 }
+_NAMED = {  # what they are called, and how one is written
+    "s3": ("bucket", "write s3://bucket/prefix"),
+    "az": ("container", "write az://container/prefix, in small letters; the account is AZURE_STORAGE_ACCOUNT_NAME"),
+}
 _KEY = re.compile(r"[A-Za-z0-9._@+=-]+")  # a component of a prefix: what every store and every tool takes as it is
 _FILE = "file"
 S3, AZURE = "s3://", "az://"
@@ -60,7 +64,7 @@ def bucket_and_prefix(root: str) -> tuple[str, str]:
 def _bucket_root(text: str, scheme: str, rest: str) -> str:
     bucket, *prefix = [part for part in rest.split("/") if part] or [""]
     if not _BUCKETS[scheme].fullmatch(bucket):
-        raise CkptdError("not the name of a bucket", where=text, hint=f"write {scheme}://bucket/prefix")
+        raise CkptdError(f"not the name of a {_NAMED[scheme][0]}", where=text, hint=_NAMED[scheme][1])
     for part in prefix:
         if part in (".", "..") or not _KEY.fullmatch(part):
             hint = "write [A-Za-z0-9._@+=-] between its slashes"

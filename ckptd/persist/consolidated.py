@@ -137,18 +137,18 @@ class _Run:
 
 def problems_in(storage: Storage, directory: str, report: VerifyReport) -> Iterator[str]:
     """What is wrong with the folder of a checkpoint that has one, every byte looked at, which ``report`` counts."""
-    target, checkpoint = CONSOLIDATED, storage.locate(directory)
+    checkpoint = storage.locate(directory)
     try:
-        of = read(storage, directory).manifest
-        place = storage.place(directory)
+        of, place = read(storage, directory).manifest, storage.place(directory)
+    except (FileDamage, StorageError):
+        return  # the checkpoint's own, which was told
+    try:
         target = f"{place}/{CONSOLIDATED}" if place else CONSOLIDATED
         folder = msgspec.json.decode(read_file(storage, f"{target}/{MANIFEST}", MANIFEST_BYTES_MAX), type=Folder)
     except NotFound:
         if any(entry.name in (WHOLE, CONSOLIDATED) for entry in storage.list(directory)):
             yield str(CkptdError(f"{CONSOLIDATED}/ is not there, or has no manifest", where=checkpoint, hint=AGAIN))
         return
-    except FileDamage:
-        return  # the checkpoint's own, which was told
     except (StorageError, msgspec.DecodeError, UnicodeDecodeError) as error:
         yield str(CkptdError(f"damaged manifest: {error}", where=storage.locate(target), hint=AGAIN))
         return

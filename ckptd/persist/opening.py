@@ -57,6 +57,8 @@ def verify(text: str, progress: Progress | None = None) -> VerifyReport:
     where = _place(text)
     storage, directory = _below(where)
     report = verify_at(storage, directory, progress)
+    if in_bucket(where):
+        report.place = storage.locate(directory)
     if place_of(where) is not None:
         mark_report(storage, directory, report)
         if report.ok:

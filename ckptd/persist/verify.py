@@ -35,7 +35,8 @@ FILES_AT_ONCE = 4  # each with a buffer of SEGMENT_BYTES
 @dataclass
 class VerifyReport:
     """``problems`` names every damage found; empty: each byte is what was captured. damaged: it is, and not only out of reach.
-    older: checkpoints of the job whose own files are damaged, as this one names them."""
+    older: checkpoints of the job whose own files are damaged, as this one names them. place: where its files lie, for other tools,
+    if that is elsewhere (in a bucket)."""
 
     path: str
     problems: list[str] = field(default_factory=list)
@@ -44,6 +45,7 @@ class VerifyReport:
     bytes_read: int = 0
     damaged: bool = False
     older: list[SnapshotId] = field(default_factory=list)
+    place: str = ""
 
     @property
     def ok(self) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from azure.storage.blob import generate_container_sas
 
 from ckptd.cli import checks
 from ckptd.config import Config
@@ -23,7 +25,7 @@ from ckptd.persist.storage import object_store
 from ckptd.persist.storage.base import AWAY, NotFound, StorageError, read_file
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.object_store import ObjectStorage
-from tests.azurite_server import AzuriteServer, why_not
+from tests.azurite_server import ACCOUNT, KEY, AzuriteServer, why_not
 from tests.node import test_object_deaths as deaths
 from tests.node import test_object_store as moto
 from tests.node.checkpoints import JOB, check_all, save
@@ -142,7 +144,56 @@ def test_a_container_that_was_never_there_and_an_account_that_nobody_named(bucke
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:9/account")  # discard: nobody listens there
     with pytest.raises(StorageError, match="does not answer") as caught:
         storage_at(bucket, create=True)
-    assert caught.value.errno == AWAY and "the account's endpoint" in caught.value.hint
+    assert caught.value.errno == AWAY and "AZURE_STORAGE_ENDPOINT" in caught.value.hint
+
+
+def token(objects: AzuriteServer, bucket: str, rights: str, ends_in: timedelta) -> str:
+    """A shared access signature."""
+    name, ends = bucket.removeprefix("az://").partition("/")[0], datetime.now(timezone.utc) + ends_in
+    begins = ends - timedelta(hours=2)
+    return str(generate_container_sas(ACCOUNT, name, account_key=KEY, permission=rights, expiry=ends, start=begins))
+
+
+@pytest.mark.parametrize(
+    ("rights", "ends_in", "text", "hint"),
+    [
+        ("rwl", timedelta(hours=1), "not authorized to perform this operation", "a SAS token read, write, delete, list"),
+        ("rwdl", timedelta(hours=-1), "AuthorizationFailure", "the SAS token has ended"),
+        ("rwdl", timedelta(hours=1), "", ""),
+    ],
+    ids=["no deletes", "ended", "enough"],
+)
+def test_what_a_token_allows(
+    bucket: str, objects: AzuriteServer, monkeypatch: pytest.MonkeyPatch, rights: str, ends_in: timedelta, text: str, hint: str
+) -> None:
+    """A newcomer's."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", token(objects, bucket, rights, ends_in))
+    if not text:
+        assert probe(storage_at(bucket, create=True)) > 0
+        return
+    with pytest.raises(CkptdError, match=text) as caught:
+        probe(storage_at(bucket, create=True))
+    assert hint in caught.value.hint
+
+
+def test_the_account_as_people_write_it(bucket: str, objects: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Azure shows endpoints with a slash at their end, and gives connection strings (a newcomer)."""
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{objects.url}/{ACCOUNT}/")
+    assert probe(storage_at(bucket, create=True)) > 0
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=x")
+    with pytest.raises(StorageError, match="AZURE_STORAGE_CONNECTION_STRING is not read") as caught:
+        storage_at(bucket)
+    assert "AZURE_STORAGE_ACCOUNT_NAME" in caught.value.hint
+
+
+def test_a_damaged_pointer_is_one_problem(storage: ObjectStorage, bucket: str, objects: AzuriteServer) -> None:
+    """Nothing is said of a folder that nobody made (a newcomer)."""
+    save(storage, tiny_world(1), moto.OLD)
+    objects.blob(bucket, f"{step_dir(JOB, moto.OLD)}.pointer").upload_blob(b"garbage", overwrite=True)
+    (problem,) = verify(f"{bucket}/{step_dir(JOB, moto.OLD)}").problems
+    assert "damaged pointer" in problem
 
 
 def test_a_container_that_disappears_is_away_and_back(storage: ObjectStorage, bucket: str, objects: AzuriteServer) -> None:

@@ -361,7 +361,7 @@ def test_the_daemon_and_the_commands_take_a_bucket(
     save(storage, tiny_world(1), OLD)
     (row,) = json.loads(cli("ls", bucket, "--json").out)["rows"]
     assert (row["job"], row["step"], row["durable"]) == (JOB, 10, True)
-    assert "ok" in cli("verify", bucket).out
+    assert "its files are below s3://" in cli("verify", bucket).out
     assert cli("verify", f"{bucket}/none").code == 1
     name, _, prefix = bucket.removeprefix("s3://").partition("/")
     objects.client.put_object(Bucket=name, Key=f"{prefix}/{object_store.MARKER}", Body=b"another")
@@ -394,6 +394,7 @@ def test_stock_readers_find_one_attempt_and_nothing_else(storage: ObjectStorage,
     pointer = f"{bucket}/{step_dir(JOB, OLD)}"
     assert find_checkpoints(bucket) == find_checkpoints(pointer) == find_checkpoints(f"{bucket}/{JOB}") == [pointer]
     assert verify(pointer).ok and find_checkpoints(f"{bucket}/none") == []
+    assert verify(pointer).place == storage.locate(step_dir(JOB, OLD)) == f"{bucket}/{place}"
 
 
 # --- two at once, and a whole life ---------------------------------------------------------------------------------

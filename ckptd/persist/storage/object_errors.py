@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from collections.abc import Mapping
 
 from ckptd.core.storage_root import AZURE
 from ckptd.persist.storage.base import AWAY, NotFound, StorageError
+from ckptd.persist.storage.object_service import token_ended
 
 TEXT_CHARS_MAX = 300  # of what the store or the library said
 _CODE = re.compile(r"<Code>(.*?)</Code>(?:\s*<Message>(.*?)(?:\s*RequestId:.*?)?</Message>)?", re.DOTALL)
-_STATUS = re.compile(r"status code: ([0-9]{3})")
+_STATUS = re.compile(r"(?:status code:|\(code:) ([0-9]{3})")
 
 _RIGHTS = (
     "the credentials need s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject, s3:DeleteObject and "
@@ -19,7 +21,7 @@ _RIGHTS = (
 )
 _CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for the daemon, or give its node or pod a role"
 _EXPIRED = "the credentials have run out: restart the daemon with new ones, or give its node or pod a role, which renews them"
-_BUCKET = "make the bucket, or correct storage_root, AWS_ENDPOINT_URL and AWS_REGION; ckptd goes on as soon as it is there"
+_BUCKET = "make the bucket, or correct storage_root, AWS_ENDPOINT_URL and AWS_REGION; a running daemon goes on once it is back"
 _SKEW = "this node's clock and the store's differ by more than 15 minutes: set this node's (chrony, ntpd)"
 _ROOM = "raise the bucket's quota, or keep fewer checkpoints if keep_last is above 1"
 _THROTTLED = "the store asks for fewer requests: spread jobs over more prefixes, or flush more rarely"
@@ -64,13 +66,17 @@ _AZURE_CREDENTIALS = (
     "set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN for the daemon, or give its node or pod an identity; where they are "
     "right, this node's clock is more than 15 minutes off (chrony, ntpd)"
 )
-_CONTAINER = "make the container, or correct storage_root and AZURE_STORAGE_ACCOUNT_NAME; ckptd goes on as soon as it is there"
+_CONTAINER = (
+    "make the container, or correct storage_root and AZURE_STORAGE_ACCOUNT_NAME; a running daemon goes on once it is back"
+)
+_AZURE_ENDPOINT = "the endpoint of AZURE_STORAGE_ACCOUNT_NAME, or AZURE_STORAGE_ENDPOINT,"
+_ENDPOINT = "correct AZURE_STORAGE_ENDPOINT: some stores want the account's name in its path, as in http://host:10000/account"
 _ARCHIVED = "a rule of the account has archived it: bring it back to an online tier, and keep the rule away from this prefix"
 _AZURE: dict[str, tuple[int, str]] = {
     **_STATUSES,
     "ContainerNotFound": (AWAY, _CONTAINER),
     "ContainerBeingDeleted": (AWAY, _CONTAINER),
-    "ResourceNotFound": (AWAY, _CONTAINER),
+    "ResourceNotFound": (AWAY, _ENDPOINT),
     "AuthenticationFailed": (errno.EACCES, _AZURE_CREDENTIALS),
     "AuthorizationFailure": (errno.EACCES, f"{_AZURE_CREDENTIALS}; or the account's firewall keeps it out"),
     "AuthorizationPermissionMismatch": (errno.EACCES, _AZURE_RIGHTS),
@@ -78,6 +84,7 @@ _AZURE: dict[str, tuple[int, str]] = {
     "InvalidAuthenticationInfo": (errno.EACCES, _AZURE_CREDENTIALS),
     "NoAuthenticationInformation": (errno.EACCES, _AZURE_CREDENTIALS),
     "PublicAccessNotPermitted": (errno.EACCES, _AZURE_CREDENTIALS),
+    "ExpiredToken": (errno.EACCES, "the SAS token has ended: restart the daemon with a new one, or use an identity"),
     "BlobArchived": (errno.EIO, _ARCHIVED),
     "InternalError": (errno.EBUSY, _FAILED),
     "OperationTimedOut": (errno.EBUSY, _FAILED),
@@ -85,6 +92,7 @@ _AZURE: dict[str, tuple[int, str]] = {
     "401": (errno.EACCES, _AZURE_CREDENTIALS),
     "403": (errno.EACCES, _AZURE_RIGHTS),
 }
+_SIGNED = {"AuthenticationFailed", "AuthorizationFailure"}  # of a signature, which may be a token's
 # Of these no answer of the store is there to be understood.
 _METADATA = ("169.254.169.254", "169.254.170.2", "fd00:ec2::254", "api/token")  # where a role's credentials are asked for
 _NO_ANSWER = ("error sending request", "connection", "timed out", "timeout", "dns error")
@@ -106,10 +114,12 @@ def store_error(error: Exception, what: str, where: str) -> StorageError:
     if not code and "response body" in told:
         return StorageError(f"{what}: the answer did not come whole: {_short(told)}", where=where, hint=_BROKEN, errno=AWAY)
     if not code and any(word in told.lower() for word in _NO_ANSWER):
-        hint = _UNREACHABLE.format("the account's endpoint" if known is _AZURE else "AWS_ENDPOINT_URL")
+        hint = _UNREACHABLE.format(_AZURE_ENDPOINT if known is _AZURE else "AWS_ENDPOINT_URL")
         return StorageError(f"{what}: the store does not answer: {_short(told)}", where=where, hint=hint, errno=AWAY)
     if "path segment" in told:
         return StorageError(f"{what}: {_short(told)}", where=where, hint=_ODD, errno=errno.EINVAL)
+    if known is _AZURE and code in _SIGNED and token_ended(time.time()):
+        code = "ExpiredToken"
     number, hint = known.get(code) or known.get(status[1] if status else "") or (errno.EIO, "")
     text = f"{found[1]}: {found[2] or ''}".rstrip(": ") if found else _short(told)
     return StorageError(f"{what}: {text}", where=where, hint=hint, errno=number)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, TypeAlias
+from urllib.parse import parse_qs
 
 from obstore.store import AzureStore, S3Store
 
@@ -13,7 +14,7 @@ from ckptd.core.storage_root import AZURE, bucket_and_prefix
 from ckptd.persist.storage.base import StorageError
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, RetryConfig, S3Config
+    from obstore.store import AzureConfig, ClientConfig, RetryConfig, S3Config
 
 RETRIES_MAX = 6  # of one request, by obstore, with exponential backoff and jitter
 RETRY_FIRST_S, RETRY_PAUSE_MAX_S = 0.1, 5.0
@@ -35,19 +36,37 @@ def connect(root: str) -> Service:
     if not root.startswith(AZURE):
         config: S3Config = {} if os.environ.get("AWS_CHECKSUM_ALGORITHM") else {"checksum_algorithm": "SHA256"}
         return S3Store(bucket, prefix=prefix or None, config=config, client_options=_client(AWS_ENDPOINTS), retry_config=_retries())
+    endpoint = _first(AZURE_ENDPOINTS).rstrip("/")  # as Azure shows it, it ends in a slash
+    account: AzureConfig = {"endpoint": endpoint} if endpoint else {}
+    client = _client(AZURE_ENDPOINTS)
     try:
-        return AzureStore(bucket, prefix=prefix or None, client_options=_client(AZURE_ENDPOINTS), retry_config=_retries())
+        return AzureStore(bucket, prefix=prefix or None, config=account, client_options=client, retry_config=_retries())
     except Exception as error:
         text = str(error).partition("\n")[0].partition("error: ")[2]
+        if os.environ.get("AZURE_STORAGE_CONNECTION_STRING"):
+            text += " (AZURE_STORAGE_CONNECTION_STRING is not read)"
         raise StorageError(f"no way to the storage account: {text}", where=root, hint=AZURE_HINT, errno=errno.EACCES) from error
 
 
+def token_ended(now_s: float) -> bool:
+    """Does the environment's SAS token say that its time is over?"""
+    token = os.environ.get("AZURE_STORAGE_SAS_TOKEN") or os.environ.get("AZURE_STORAGE_SAS_KEY") or ""
+    try:
+        ends = datetime.fromisoformat(parse_qs(token.lstrip("?"))["se"][0].replace("Z", "+00:00"))
+    except (KeyError, ValueError):
+        return False
+    return (ends if ends.tzinfo else ends.replace(tzinfo=timezone.utc)).timestamp() <= now_s
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return next(filter(None, map(os.environ.get, names)), "")
+
+
 def _client(endpoints: tuple[str, ...]) -> ClientConfig:
-    endpoint = next(filter(None, map(os.environ.get, endpoints)), "")
     return {
         "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
         "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
-        "allow_http": endpoint.startswith("http://"),
+        "allow_http": _first(endpoints).startswith("http://"),
     }
 
 
