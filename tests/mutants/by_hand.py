@@ -161,8 +161,8 @@ EDITS = (
     Edit(
         "two copies in one failure domain",
         "core/protocol/machine/replicate.py",
-        "[n for n in found if n not in ctx.leaving and ctx.domain(n) not in stays]",
-        "[n for n in found if n not in ctx.leaving and n not in used]",
+        "(n for n in found if ctx.is_up(n) and n not in ctx.leaving and ctx.domain(n) not in stays)",
+        "(n for n in found if ctx.is_up(n) and n not in ctx.leaving and n not in used)",
     ),
     Edit(
         "a substitute in a domain that has a copy",
