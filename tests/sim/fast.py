@@ -12,6 +12,7 @@ from typing import Any
 from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
+from ckptd.core.protocol.machine.steward import steward
 from ckptd.core.protocol.messages import RestoreAsk
 from tests.sim.clock import Clock
 from tests.sim.host import Host
@@ -92,6 +93,7 @@ class FastWorld(World):
         own_slots: int = 3,
     ) -> None:
         super().__init__(seed)
+        steward.RANKS_AT_ONCE_MAX = 256  # what is measured here are the books of a small job
         self.speed = speed
         self.policy = Policy(replicas=1, own_slots=own_slots, durable=False)
         self.step_s, self.capture_s, self.replicate_s = speed.step_s, speed.capture_s, speed.replicate_s
