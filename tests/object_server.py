@@ -48,12 +48,14 @@ class Fault:
 
 @dataclass
 class Request:
-    """sent: so many bytes of the answer's body were given to the connection."""
+    """span: of the object, as it was asked for; "": all of it. sent: so many bytes of the answer's body were given to the
+    connection."""
 
     number: int
     method: str
     path: str
     query: str
+    span: str = ""
     sent: int = 0
 
     @property
@@ -99,6 +101,7 @@ class FaultyServer:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         with self._lock:
             request = Request(len(self.requests) + 1, environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
+            request.span = environ.get("HTTP_RANGE", "")
             self.requests.append(request)
             fault = (self.faults(request) if self.faults is not None else None) or Fault()
         if fault.status and not fault.done:
@@ -136,16 +139,18 @@ class FaultyServer:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-class ObjectServer(FaultyServer):
-    """S3, by moto."""
+class S3Server(FaultyServer):
+    """What speaks S3. ``reader``: of boto3, the stock reader, at ``url``, and of whoever shall use it: access key and secret."""
 
     scheme = "s3://"
 
-    def __init__(self) -> None:
-        super().__init__(DomainDispatcherApplication(create_backend_app))
-        self.client: Any = boto3.client(
-            "s3", endpoint_url=self.url, region_name=REGION, aws_access_key_id="reader", aws_secret_access_key="stock"
-        )
+    def __init__(
+        self, app: Callable[..., Iterable[bytes]], reader: tuple[str, str], url: str = "", *, together: bool = False
+    ) -> None:
+        super().__init__(app, together=together)
+        self._access, self._secret = reader
+        keys = {"aws_access_key_id": self._access, "aws_secret_access_key": self._secret}
+        self.client: Any = boto3.client("s3", endpoint_url=url or self.url, region_name=REGION, **keys)
 
     def close(self) -> None:
         super().close()
@@ -153,7 +158,7 @@ class ObjectServer(FaultyServer):
 
     def environment(self) -> dict[str, str]:
         """Of whoever shall use it."""
-        keys = {"AWS_ACCESS_KEY_ID": "ckptd", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": REGION}
+        keys = {"AWS_ACCESS_KEY_ID": self._access, "AWS_SECRET_ACCESS_KEY": self._secret, "AWS_REGION": REGION}
         return {"AWS_ENDPOINT_URL": self.url, **keys}
 
     def new_bucket(self) -> str:
@@ -174,6 +179,13 @@ class ObjectServer(FaultyServer):
         name, _, prefix = root.removeprefix("s3://").partition("/")
         found: bytes = self.client.get_object(Bucket=name, Key=f"{prefix}/{key}")["Body"].read()
         return found
+
+
+class ObjectServer(S3Server):
+    """S3, by moto."""
+
+    def __init__(self) -> None:
+        super().__init__(DomainDispatcherApplication(create_backend_app), ("ckptd", "secret"))
 
 
 class Forward:

@@ -17,12 +17,10 @@ import tempfile
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import boto3
 from botocore.exceptions import BotoCoreError, ClientError
 
-from tests.object_server import FaultyServer, Forward
+from tests.object_server import Forward, S3Server
 from tests.waiting import until
 
 REGION = "us-east-1"
@@ -54,19 +52,15 @@ def why_not(folder: Path) -> str:
     return ""
 
 
-class SwiftServer(FaultyServer):
+class SwiftServer(S3Server):
     """All that it writes lies in a folder of its own, which goes with it."""
-
-    scheme = "s3://"
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="swift-"))
         self._running: list[subprocess.Popen[bytes]] = []
         ports = _free_ports(1 + len(BACKENDS))
         swift = f"http://127.0.0.1:{ports['proxy']}"
-        super().__init__(Forward(swift), together=True)
-        keys = {"aws_access_key_id": f"{ACCOUNT}:{USER}", "aws_secret_access_key": KEY}
-        self.client: Any = boto3.client("s3", endpoint_url=swift, region_name=REGION, **keys)
+        super().__init__(Forward(swift), (f"{ACCOUNT}:{USER}", KEY), swift, together=True)
         try:
             self._configure(ports)
             self._build_rings(ports)
@@ -78,17 +72,6 @@ class SwiftServer(FaultyServer):
         except BaseException:
             self.close()
             raise
-
-    def environment(self) -> dict[str, str]:
-        """Of whoever shall use it."""
-        keys = {"AWS_ACCESS_KEY_ID": f"{ACCOUNT}:{USER}", "AWS_SECRET_ACCESS_KEY": KEY, "AWS_REGION": REGION}
-        return {"AWS_ENDPOINT_URL": self.url, **keys}
-
-    def new_bucket(self) -> str:
-        name = f"bucket-{secrets.token_hex(4)}"
-        self.client.create_bucket(Bucket=name)
-        self.requests.clear()
-        return name
 
     def logs(self) -> str:
         """The end of what each server said."""
@@ -103,7 +86,6 @@ class SwiftServer(FaultyServer):
         for one in self._running:
             one.wait(STOP_TIMEOUT_S)
         self._running.clear()
-        self.client.close()
         shutil.rmtree(self.folder)
 
     def _configure(self, ports: dict[str, int]) -> None:

@@ -29,4 +29,4 @@ test_durable_in_a_container_gives_the_step_back_after_everything_died = (
 def test_a_container_that_goes_away_and_comes_back(
     nodes: Cluster, bucket: str, objects: AzuriteServer, fault: Fault, hint: str
 ) -> None:
-    test_bucket.test_a_bucket_that_goes_away_and_comes_back(nodes, bucket, objects, fault, hint)
+    assert hint in test_bucket.goes_away_and_comes_back(nodes, bucket, objects, fault)
