@@ -49,8 +49,9 @@ class UniversalTree:
             few = ", ".join(sorted(rest)[:5])
             contents.notes.append(f"not loaded by DeepSpeed, and in the file's module alone (frozen, buffers): {few}")
         self._model = self._model_states(contents, rest)
-        every = [*self._params.values(), *leaves(self._states), *leaves(self._model)]
-        self.tensors, self.nbytes = len(every), sum(stored.nbytes for stored in every)
+        every = [*self._params.values(), *leaves(self._states), *(leaf for _ in self._stages for leaf in leaves(self._model))]
+        counts = [torch.tensor(self._steps[0])] * (len(self._names) + 1)
+        self.tensors, self.nbytes = len(every), sum(value.nbytes for value in (*every, *counts))
 
     def write(self, staging: Staging) -> None:
         tag = f"global_step{self._checkpoint.step}_universal"

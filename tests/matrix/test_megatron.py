@@ -81,6 +81,9 @@ def test_its_own_files_are_imported_and_exported(nodes: Cluster, tmp_path: Path,
     else:
         run(node, WORKER, 2, first, "megatron", do="save", level="durable", tp=2, dies_at=3)
         (step,) = root.glob("*/megatron/epoch-*/step-0000000003")
+        for part in ("1/2", "2/2"):
+            ckptd("export", step, files, "--to", "megatron", "--part", part)
+        assert not files.exists()
         ckptd("export", step, files, "--to", "megatron")
         run(node, WORKER, 3, second, "after", do="load", seed=7, tp=3, **own)
     found, expected = (torch.load(next(folder.glob(f"*/{name}"))) for folder, name in ((second, "loaded"), (first, "saved")))

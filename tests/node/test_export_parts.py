@@ -22,6 +22,7 @@ from tests.cluster.nodes import REPO
 from tests.node.checkpoints import World
 from tests.node.commands import Cli
 from tests.node.test_export_written import TENSORS, Killed, of_world, opened, raw, saved
+from tests.node.trained import trained
 
 COUNT = 3
 RUN_TIMEOUT_S = 300.0
@@ -120,6 +121,43 @@ def test_files_of_the_hub_in_parts_of_which_one_was_killed(original: tuple[Path,
     assert {name: raw(value) for name, value in values.items()} == {
         key.removeprefix("model."): of_world(world, key) for key in ("model.wide", "model.tall", "model.norm", "model.mean")
     }
+
+
+def test_a_universal_checkpoint_in_parts_of_which_one_was_killed(tmp_path: Path) -> None:
+    """A file per parameter, moment and number of steps; who dies has some of them, and one by half."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6)))
+    model.register_buffer("scale", torch.ones(3))  # which is in the files of two stages
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(torch.full((2, 40), number + 1.0)).square().sum().backward()
+        optimizer.step()
+
+    def written(name: str, part: str | None = None, dies_at: int | None = None) -> Report:
+        return exported(source, tmp_path / name, "deepspeed", part, dies_at)
+
+    def files(name: str) -> dict[Path, bytes]:
+        folder = tmp_path / name
+        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    with trained() as train:
+        source = train("universal", {"model": model, "optim": optimizer}, step)
+        nbytes = written("whole").nbytes
+        for dies_at in (nbytes // 4, nbytes // 2):
+            with pytest.raises(Killed):
+                written("killed", dies_at=dies_at)
+        again = written("killed")
+        assert 0 < again.written < nbytes and again.written + again.reused == nbytes
+        first = written("parts", "1/3")
+        with pytest.raises(Killed):
+            written("parts", "2/3", dies_at=first.written // 2)
+        made = [first, written("parts", "2/3"), written("parts", "3/3")]
+        assert not (tmp_path / "parts").exists() and min(part.written for part in made) > 0
+        assert sum(part.written + part.reused for part in made) == nbytes
+        assert written("parts").written == 0
+    assert len(files("whole")) == 12 * 4 + 4
+    assert files("killed") == files("whole") == files("parts")
 
 
 def test_who_may_write_it_now(original: tuple[Path, World], tmp_path: Path) -> None:
