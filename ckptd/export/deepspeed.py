@@ -50,8 +50,8 @@ class UniversalTree:
             contents.notes.append(f"not loaded by DeepSpeed, and in the file's module alone (frozen, buffers): {few}")
         self._model = self._model_states(contents, rest)
         every = [*self._params.values(), *leaves(self._states), *(leaf for _ in self._stages for leaf in leaves(self._model))]
-        counts = [torch.tensor(self._steps[0])] * (len(self._names) + 1)
-        self.tensors, self.nbytes = len(every), sum(value.nbytes for value in (*every, *counts))
+        counts = (len(self._names) + 1) * torch.tensor(self._steps[0]).nbytes
+        self.tensors, self.nbytes = len(every), sum(stored.nbytes for stored in every) + counts
 
     def write(self, staging: Staging) -> None:
         tag = f"global_step{self._checkpoint.step}_universal"

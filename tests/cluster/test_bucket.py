@@ -17,6 +17,7 @@ from tests.waiting import until
 JOB = "afar"
 LARGE_VALUES = 6  # of "wide_ddp" that are worth passing on: two weights and their moments
 LARGE = LARGE_VALUES * (2 << 20)  # bytes of them
+AROUND_MAX = 1.25
 LISTS_MAX, LISTS_OF_EPOCH_MAX = 60, 8  # of a restore: who claimed what is looked at again while it takes, 14 to 32 times were seen
 POINTERS_READ_AGAIN = 6  # by who opens the step, and where two look at once
 HEADER_BYTES_MAX = 4096  # of a data file, which lies in the window of what comes first
@@ -145,8 +146,8 @@ def test_what_several_nodes_want_leaves_the_bucket_once(nodes: Cluster, bucket: 
     spans = Counter((request.path, request.span) for request in objects.requests[since:] if request.path.endswith(DATA))
     reads = {span: times for span, times in spans.items() if span[1]}
     assert reads and max(reads.values()) <= len(again), "no node asks for anything twice"
-    # Small values lie between large ones: for them each node may ask for each window, and no more than that.
-    assert sum(row["durable"] for row in moved) <= sent(objects, since) <= len(again) * sum(data_sizes(objects, bucket))
+    # Small values lie between large ones: for them each node asks, and for some KB around.
+    assert sum(row["durable"] for row in moved) <= sent(objects, since) <= sum(data_sizes(objects, bucket)) * AROUND_MAX
 
 
 @pytest.mark.chaos

@@ -42,7 +42,7 @@ def test_many_small_tensors_are_a_few_requests_and_a_large_one_is_no_more(object
         since = len(objects.requests)
         for at in range(SMALL):
             checkpoint.read(f"w{at:03}", Box.whole((500,)), memoryview(bytearray(2000)))
-        assert gets(objects, since) <= 2, "they lie side by side"
+        assert gets(objects, since) <= 3, "they lie side by side"
         since = len(objects.requests)
         checkpoint.read("large", Box.whole((large,)), memoryview(bytearray(4 * large)))
         assert gets(objects, since) <= 4 * large // SPAN_BYTES + 1
@@ -111,42 +111,67 @@ def of_object(request: Request) -> bool:
 
 
 # --- windows ------------------------------------------------------------------------------------------------------
-SIZE = 3 * WINDOW_BYTES + 5
-DATA_OF = bytes(range(251)) * (SIZE // 251 + 1)
+SIZE = 99 * WINDOW_BYTES + 5
+DATA_OF = memoryview(bytes(range(251)) * (SIZE // 251 + 1))
 
 
 class Store:
+    """``asked``: for windows, (the first, how many)."""
+
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []
 
     def fetch(self, at: int, nbytes: int) -> memoryview:
-        self.asked.append((at, nbytes))
-        return memoryview(DATA_OF)[at : at + nbytes]
+        assert at % WINDOW_BYTES == 0 and (nbytes % WINDOW_BYTES == 0 or at + nbytes == SIZE)
+        self.asked.append((at // WINDOW_BYTES, -(-nbytes // WINDOW_BYTES)))
+        return DATA_OF[at : at + nbytes]
 
 
-@pytest.mark.parametrize("at", [0, WINDOW_BYTES - 3, SIZE - 10, 2 * WINDOW_BYTES])
-def test_a_range_comes_from_the_windows_that_it_touches(at: int) -> None:
-    store, windows, found = Store(), Windows(), bytearray(10)
+def reads(windows: Windows, store: Store, at: int, nbytes: int = 1, reader: int = 1) -> None:
+    found = bytearray(nbytes)
+    windows.read_into(reader, store.fetch, SIZE, at, memoryview(found))
+    assert found == DATA_OF[at : at + nbytes]
+
+
+@pytest.mark.parametrize(
+    ("at", "nbytes", "wanted"),
+    [
+        (0, 10, (0, 1)), (WINDOW_BYTES - 3, 10, (0, 2)), (SIZE - 10, 10, (98, 2)), (SIZE - 1, 1, (99, 1)),
+        (3 * WINDOW_BYTES + 1, 3 * WINDOW_BYTES, (3, 4)), (2 * WINDOW_BYTES, 40 * WINDOW_BYTES, (2, 40)),
+    ],
+)  # fmt: skip
+def test_a_range_comes_from_the_windows_that_it_touches(at: int, nbytes: int, wanted: tuple[int, int]) -> None:
+    store, windows = Store(), Windows()
     for _ in range(2):
-        windows.read_into(1, store.fetch, SIZE, at, memoryview(found))
-        assert found == DATA_OF[at : at + 10]
-    first, last = at // WINDOW_BYTES, (at + 9) // WINDOW_BYTES
-    wanted = [(n * WINDOW_BYTES, min(WINDOW_BYTES, SIZE - n * WINDOW_BYTES)) for n in range(first, last + 1)]
-    assert store.asked == wanted
+        reads(windows, store, at, nbytes)
+    assert store.asked == [wanted]
+
+
+def test_what_is_read_without_a_gap_is_few_requests() -> None:
+    """Each as long as all before, up to a bound. None of it is asked for twice, nor anything behind what lies alone."""
+    store, windows = Store(), Windows()
+    for at in range(0, SIZE, WINDOW_BYTES // 7):
+        reads(windows, store, at, min(WINDOW_BYTES // 7, SIZE - at))
+    assert store.asked[:6] == [(0, 1), (1, 2), (3, 4), (7, 8), (15, 16), (31, 16)]
+    assert store.asked[-1] == (95, 5) and sum(count for _, count in store.asked) == 100
+    store, windows = Store(), Windows()
+    for number in (2, 9, 40, 7, 8, 1):
+        reads(windows, store, number * WINDOW_BYTES + 77)
+    assert store.asked == [(2, 1), (9, 1), (40, 1), (7, 1), (8, 1), (1, 1)]
 
 
 def test_so_many_are_kept_and_a_readers_go_with_it() -> None:
-    store, windows, one = Store(), Windows(), memoryview(bytearray(1))
+    store, windows = Store(), Windows()
     for reader in range(WINDOWS_MAX + 1):
-        windows.read_into(reader, store.fetch, SIZE, 0, one)
+        reads(windows, store, 0, reader=reader)
     asked = len(store.asked)
-    windows.read_into(1, store.fetch, SIZE, 0, one)  # still there, and from now on the newest
+    reads(windows, store, 0)  # still there, and from now on the newest
     assert len(store.asked) == asked
-    windows.read_into(0, store.fetch, SIZE, 0, one)  # has gone, and drives another one out
-    windows.read_into(1, store.fetch, SIZE, 0, one)
+    reads(windows, store, 0, reader=0)  # has gone, and drives another one out
+    reads(windows, store, 0)
     assert len(store.asked) == asked + 1
     windows.drop(1)
-    windows.read_into(1, store.fetch, SIZE, 0, one)
+    reads(windows, store, 0)
     assert len(store.asked) == asked + 2
 
 
@@ -164,13 +189,14 @@ def test_two_threads_ask_once_and_both_hear_of_a_failure() -> None:
         assert go_on.wait(30)
         raise StorageError("away")
 
+    both = memoryview(bytearray(2 * WINDOW_BYTES))
     with ThreadPoolExecutor(2) as pool:
         for fetch, error in ((away, StorageError), (slowly, None)):
             inside.clear(), go_on.clear()
-            first = pool.submit(windows.read_into, 1, fetch, SIZE, 0, memoryview(bytearray(4)))
+            first = pool.submit(windows.read_into, 1, fetch, SIZE, 0, both)
             assert inside.wait(30)
-            second = pool.submit(windows.read_into, 1, store.fetch, SIZE, 2, memoryview(bytearray(4)))
+            second = pool.submit(windows.read_into, 1, store.fetch, SIZE, WINDOW_BYTES + 2, memoryview(bytearray(4)))
             go_on.set()
             assert isinstance(first.exception(30), error or type(None))
             assert isinstance(second.exception(30), (error, type(None)) if error else type(None))
-    assert store.asked[-1] == (0, WINDOW_BYTES)
+    assert store.asked[-1] == (0, 2)

@@ -14,13 +14,14 @@ from ckptd.persist.again import twice
 from ckptd.persist.storage.base import NotFound, StorageError, SyncFailed
 from ckptd.persist.storage.object_errors import store_error
 from ckptd.persist.storage.object_pointer import write_once
-from ckptd.persist.storage.object_windows import WINDOW_BYTES, Windows
+from ckptd.persist.storage.object_windows import Windows
 
 if TYPE_CHECKING:
     from ckptd.persist.storage.object_service import Service
 
 PART_BYTES = 8 << 20  # of a multipart upload; stores take 10,000 of them, at least 5 MiB each
 SPAN_BYTES = 8 << 20  # of one request of a long read
+ALONE_BYTES = 1 << 20  # from which on what is read is all that is asked for
 PARTS_AT_ONCE = 4  # of one file under way; one more is being filled
 
 
@@ -133,7 +134,7 @@ class ObjectReader:
             return
         if at + len(dest) > self._size:
             raise StorageError(f"the file ends at byte {self._size}", where=self._where)
-        if len(dest) < WINDOW_BYTES:
+        if len(dest) < ALONE_BYTES:
             self._windows.read_into(self._number, self._fetch, self._size, at, dest)
         else:
             np.copyto(np.frombuffer(dest, np.uint8), np.frombuffer(self._fetch(at, len(dest)), np.uint8))
