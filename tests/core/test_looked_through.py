@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.steward.draining import FOLLOWS_S
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
-from tests.core.certificates import BOTH, released_since, steward
+from tests.core.certificates import BOTH, OLD, released_since, steward
 from tests.core.machines import EPOCH, Steward, at, fact, layout, record_of
 
 THREE = [layout(rank, 3) for rank in range(3)]
@@ -60,6 +63,47 @@ def test_a_node_that_leaves_is_not_told_that_nothing_is_left_before_all_was_look
         node.others["b"].tell_inventory(*both, layouts=THREE)
     said = remainders(node, 8 if answers else 60)
     assert said and said[0] > 0, said
+
+
+def test_nor_before_all_can_be_read() -> None:
+    """P3: a node is told what is left of a snapshot whose layouts are still on their way (simulator, seed 700407)."""
+    node = steward(record_of("abc"))
+    node.others["c"].tell_inventory(*OLDER_LEANS)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    node.others["b"].tell_inventory(*(fact(8, rank, rank != 1, world=3) for rank in range(3)))
+    assert remainders(node, 20) == []
+    node.hear("b", msg.LayoutReply(EPOCH, {one.layout_id: one.encoded for one in THREE}))
+    said = remainders(node, 8)
+    assert said and said[0] > 0, said
+
+
+def test_nor_before_what_can_be_read_is_weighed() -> None:
+    """P3: its layouts had been looked at together since the last look at the books (simulator, seed 800106)."""
+    node = steward(record_of("abc"))
+    node.thread.slow = True
+    node.others["c"].tell_inventory(*OLDER_LEANS, layouts=THREE)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    node.others["b"].tell_inventory(*(fact(8, rank, rank != 1, world=3) for rank in range(3)))
+    assert remainders(node, 8) == []
+    mark = node.mark
+    node.computed()
+    node.tick()
+    said = [one.slots for one in node.said(msg.Remainder, "c", mark)]
+    assert all(said), said
+    assert min(remainders(node, 8)) > 0
+
+
+def test_what_a_fresh_start_has_left_behind_is_left_until_it_has_something_of_its_own() -> None:
+    """P3: nothing is given up for that start before (guards.py), and it may never get so far (simulator, seed 800443)."""
+    node = steward(replace(record_of("abc"), ancestry=(), before=(OLD, ())), replicas=0)
+    left = [fact(5, rank, epoch=OLD) for rank in (0, 1)]
+    node.others["b"].tell_inventory()
+    node.others["c"].tell_inventory(*left, layouts=BOTH)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    assert min(remainders(node, 8)) > 0
+    node.train().capture(7)
+    node.tick(FOLLOWS_S + 1.0)
+    assert {fall[0].step for fall in node.said(msg.Remainder, "c")[-1].falls} == {7}
 
 
 def test_who_does_not_answer_again_holds_up_no_grant() -> None:

@@ -64,6 +64,23 @@ def test_with_nowhere_to_go_it_is_stuck_and_said() -> None:
     assert left.reasons == ("step 7, position 2 of parity group 0: no failure domain is left that could take it",)
 
 
+def test_data_that_came_to_live_beside_another_position_is_copied_to_a_domain_of_its_own() -> None:
+    """P3: each part had a place without node c, rank 2's data in the rack of node b; the loss of that would have cost two positions,
+    and c was told that nothing is left (simulator, seed 900249)."""
+    node = protected(steward(spare="def", rack="be"))
+    node.others["e"].held(fact(7, 2, world=3))
+    (shard,) = [order.shard for to, order in orders(node) if to == "c"]
+    make(node, "d", shard)
+    mark = leaves(node, "c")
+    node.tick(1.0)
+    left = remainder(node, "c", mark)
+    assert (left.slots, left.falls) == (1, ((at(7), 1, 0),))
+    assert {(ask.rank, ask.nodes) for ask in node.said(msg.Holders, "c", mark)} == {(2, (("e", 0),))}
+    node.others["f"].held(fact(7, 2, world=3))
+    node.tick(AGAIN_S)
+    assert remainder(node, "c", mark).slots == 0
+
+
 def test_what_has_no_parity_yet_is_not_made_of_parity_elsewhere() -> None:
     node = steward().capture(7)
     mark = leaves(node, "c")

@@ -11,10 +11,12 @@ from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.steward import steward as steward_module
 from ckptd.core.protocol.machine.steward.certify import REPEAT_S
+from ckptd.core.protocol.machine.steward.draining import FOLLOWS_S
+from ckptd.core.protocol.machine.steward.grants import RETURN_S
 from ckptd.core.protocol.machine.steward.protecting import PATIENCE_S
-from tests.core.certificates import BOTH, released, steward
+from tests.core.certificates import BOTH, released, released_since, steward
 from tests.core.flushes import step_of
-from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
+from tests.core.machines import EPOCH, TICK_S, Steward, at, fact, layout, only, record_of
 
 
 def test_a_newer_one_of_the_same_level_releases_an_older_one() -> None:
@@ -138,6 +140,37 @@ def test_the_newest_certificate_names_what_was_released_again_and_again() -> Non
     assert {s.step for c in node.certificates("b", mark) for s in c.releases} == {7}, (
         "for a node that missed it"
     )
+
+
+def leaning() -> Steward:
+    """Node b leaves and nobody can take what it has, so step 7 does not go for step 8 for a while. When it may, no slot has been
+    free for so long that what storage has may go; and storage has just got step 8."""
+    node = steward(replicas=0).train(free=2)
+    node.others["b"].tell(msg.Leaving(EPOCH, True))
+    node.capture(7).capture(8)
+    node.others["b"].state(1, 12, free=0, asks=12)
+    node.feed(ev.RankProgress(0, 12, asks=True))
+    node.tick(FOLLOWS_S - TICK_S)
+    node.machine.steward.table.mark_durable([at(8)])
+    node.tick(2 * TICK_S)
+    return node
+
+
+def test_what_goes_for_the_newest_gives_room_and_the_newest_stays() -> None:
+    """P14: the newest was given up in the same look, and with it the only word that named the one before, which storage did not
+    have: its slots stayed for ever (simulator, seed 13946083531)."""
+    node = leaning()
+    assert (released(node), node.level(8)) == ({7}, 0)
+
+
+def test_what_went_for_one_that_storage_alone_has_now_is_still_named() -> None:
+    """P14: for a node that missed it, and that would keep its slots until something new is certified."""
+    node = leaning()
+    node.tick(RETURN_S + REPEAT_S)
+    assert node.level(8) == -1, "given up: no slot has come back"
+    mark = node.mark
+    node.tick(2 * REPEAT_S)
+    assert released_since(node, mark) == {7, 8}
 
 
 def comes_back(node: Steward, *holdings: msg.HoldingFact, name: str = "c", **more: Any) -> int:

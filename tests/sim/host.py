@@ -273,7 +273,7 @@ class Host:
 
     # --- instructions -------------------------------------------------------------------------------------------
     def _Send(self, do: ins.Send) -> None:  # noqa: N802
-        self.world.oracle.sent(self, do.message)
+        self.world.oracle.sent(self, do.message, do.to)
         if do.to == self.name:
             self.later(self.world.net.to_itself(self.name), ev.Received(self.name, do.message))
         else:

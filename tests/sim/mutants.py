@@ -71,6 +71,13 @@ def never_make_a_copy_again(machine: JobMachine) -> None:
     replication._count = lambda copies, number, event: copies.done.__setitem__(number, (event.to, 0.0))
 
 
+def say_that_nothing_is_left(machine: JobMachine) -> None:
+    """Whoever is to go hears it at once (P3)."""
+    draining: Any = machine.steward.draining
+    tell = draining._tell_remainder
+    draining._tell_remainder = lambda node, needs, falls: tell(node, [], [])
+
+
 def free_a_slot_while_it_is_written(machine: JobMachine) -> None:
     """Pins do not hold (P1)."""
     slots: Any = machine.slots
@@ -133,6 +140,7 @@ MUTANTS: dict[str, Mutant] = {
     "grant over voids": grant_while_voids_are_open,
     "no second copy": never_make_a_copy_again,
     "no pins": free_a_slot_while_it_is_written,
+    "nothing is left": say_that_nothing_is_left,
     "doomed slot": give_a_doomed_slot_again,
     "level: prefixes are whole": wrong_level(prefixes_are_whole),
     "level: copies are domains": wrong_level(copies_are_domains),
@@ -152,7 +160,7 @@ FIRST: dict[str, int] = {
     "doomed slot": 5,  # in the world of seed 0 it takes 50 s to show
     "level: copies are domains": 500, "level: parity survives all": 3, "level: prefixes are whole": 69,
     "level: the best rank counts": 3, "no epoch check": 35, "free early": 1, "no file sync": 634, "no manifest sync": 186,
-    "no pins": 179, "no second copy": 69, "trust a return": 452,
+    "no pins": 179, "no second copy": 69, "nothing is left": 11, "trust a return": 452,
 }  # fmt: skip
 
 # Worlds in which the mistake can make a difference; the others are not counted among the seeds that a test looks at.

@@ -227,7 +227,12 @@ class Oracle:
         for other, best in self.certified_ever.items():
             if other != snapshot and best >= min(at, self._wanted_since(other.epoch)) and self.continues(other, origin):
                 return True
-        return any(
+        return self._left_behind(snapshot)
+
+    def _left_behind(self, snapshot: SnapshotId) -> bool:
+        """The job went on from before it."""
+        origin = self.origins.get(snapshot)
+        return origin is not None and any(
             number > snapshot.epoch and not end.continues(origin) for number, end in self.done.items()
         )
 
@@ -246,7 +251,7 @@ class Oracle:
         return lineage is None or (origin is not None and lineage.continues(origin))
 
     # --- what is said -------------------------------------------------------------------------------------------
-    def sent(self, host: Host, message: object) -> None:
+    def sent(self, host: Host, message: object, to: str = "") -> None:
         kind = type(message)
         if kind is msg.Certificate:
             self._certificate(host, message)  # type: ignore[arg-type]
@@ -261,6 +266,8 @@ class Oracle:
             self.judge.refused(host, message)  # type: ignore[arg-type]
         elif kind is msg.RestoreDone:
             self._completed(message)  # type: ignore[arg-type]
+        elif kind is msg.Remainder:
+            self._remainder(host, to, message)  # type: ignore[arg-type]
         elif kind is msg.Stale:
             self.counts["a stale epoch fenced"] += 1
 
@@ -299,6 +306,24 @@ class Oracle:
         lost |= {h.domain for h, mem in self.slots_of(snapshot) if not mem.intact}
         lost |= {h.domain for h, mem in self._given_up_since(host.saw_at) if mem.snapshot == snapshot}
         self.promises[snapshot] = Promise(message.level, lost)
+
+    def _remainder(self, host: Host, to: str, message: msg.Remainder) -> None:
+        """P3: who hears that nothing is left goes. Without it some snapshot holds what is promised of the newest one, as far as the
+        nodes that stay can, but for what nobody could have noticed yet. What was left behind is nobody's."""
+        if message.slots or host.record is None:
+            return
+        owed = {s: promise.level - len(promise.lost) for s, promise in self.promises.items() if s.epoch <= message.epoch}
+        newest = max((s for s in owed if owed[s] >= 0 and not self.forgotten(s) and not self._left_behind(s)), default=None)
+        if newest is None:
+            return
+        hosts = self.world.hosts
+        going = {name for name, other in hosts.items() if name == to or other.machine.view()["drain"]["leaving"]}
+        staying = {node.domain for node in host.record.nodes if node.node not in going}
+        wanted = min(owed[newest], self.world.policy.tolerates, len(staying) - 1)
+        self.counts["nothing left on a node that is to go"] += 1
+        others = hosts.keys() - {to}
+        if all(self.truth(s, among=others, graves=host.saw_at - BLIND_S, stopped=host.saw_at) < wanted for s in self.origins):
+            raise Broken(f"P3 {to} is told that nothing is left, and without it {newest} does not survive {wanted} more")
 
     def certified(self) -> set[SnapshotId]:
         """All that a level was ever said of, whether or not memory of it is promised still."""

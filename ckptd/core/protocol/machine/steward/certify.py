@@ -198,7 +198,7 @@ class Certify:
 
     def tell_durable(self) -> None:
         """The newest that is durable, to nodes that do not know it: when no memory holds it any more, nothing else names it."""
-        newest = max(filter(self._ctx.is_candidate, self._table.durable.values()), default=None)
+        newest = self._newest_durable()
         if newest is None or newest in self._table.states:
             return
         for node in self._sessions.live_nodes():
@@ -212,7 +212,7 @@ class Certify:
         guards = self.guards
         certified = [state for state in self._table.states.values() if state.certified]
         protecting = self.protecting.choose(certified, guards.wanted())
-        best = -1
+        best, known = -1, len(self._table.states)
         for snapshot in sorted(self._table.states, reverse=True):
             state = self._table.states[snapshot]
             if state.phase is Phase.VOID:
@@ -223,7 +223,9 @@ class Certify:
                 self._let_go(state, "spent")
             elif state.certified and self._ctx.is_candidate(snapshot) and not guards.follows(state):
                 best = max(best, guards.worth(state))
-        if self.blocked() and self._grants.presses():
+        if len(self._table.states) < known:
+            self._grants.gets_room()
+        elif self.blocked() and self._grants.presses():
             written = (state for state in certified if state.certified and guards.written_out(state))
             oldest = min(written, key=lambda state: state.snapshot, default=None)
             if oldest is not None:
@@ -276,13 +278,23 @@ class Certify:
         return sorted(s for s in gone if outdone is (newest is not None and s < newest.snapshot))
 
     def tell_released(self) -> None:
-        """Durable ones, when nothing is certified that could name them: what was spent may have been all there was, and whoever
-        holds a part of it would keep its slots for ever (P14). Of the others a node that missed it may have the last copy."""
-        gone = tuple(snapshot for snapshot in self._gone() if snapshot.at in self._table.durable)
-        if not gone or self._newest_certified() is not None:
+        """Durable ones and what is older, when nothing is certified that could name them: what was spent or given up may have been
+        all there was, and whoever holds a part of it would keep its slots for ever (P14). Of the others a node that missed it may
+        have the last copy."""
+        if self._newest_certified() is not None:
+            return
+        newest, durable = self._newest_durable(), self._table.durable
+        gone = tuple(snapshot for snapshot in self._gone() if snapshot.at in durable or self._goes_for(newest, snapshot))
+        if not gone:
             return
         for node in self._sessions.live_nodes():
             self.say_fallen(node, gone[-1], gone)
+
+    def _newest_durable(self) -> SnapshotId | None:
+        return max(filter(self._ctx.is_candidate, self._table.durable.values()), default=None)
+
+    def _goes_for(self, newest: SnapshotId | None, snapshot: SnapshotId) -> bool:
+        return newest is not None and snapshot < newest and self._ctx.is_candidate(snapshot)
 
     def _tell_fallen(self) -> None:
         for snapshot in self._fallen(outdone=False):

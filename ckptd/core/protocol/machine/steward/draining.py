@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.context import Context
@@ -17,6 +18,7 @@ from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.messages import Departures, Holders, Leaving, Remainder
+from ckptd.core.redundancy.parity_sets import NOBODY
 
 LOOK_S = 0.5
 AGAIN_S = 2.0  # what is still missing is asked for again after this; who leaves is said as often
@@ -63,8 +65,8 @@ class Draining:
             self._table.all_dirty()  # what was held back for it may go, also when nobody was told that it leaves
         self._looked_at = -1e9
 
-    def on_tick(self) -> None:
-        self._tell()
+    def act(self) -> None:
+        """All that is in the books was looked at just now; else something may be missed that a leaving node is told not to hold."""
         if not self._sessions.leaving or not self._certify.knows_all() or self._ctx.now - self._looked_at < LOOK_S:
             return
         self._looked_at = self._ctx.now
@@ -73,16 +75,19 @@ class Draining:
         coming: list[Need] = []  # of snapshots that are so new that an older one still stands in for them
         for state, level, without, counts in self._short():
             found = [*self._copies(state, level), *self._parity(state)]
+            found += self._rest(state, level, without, found)
             (needs if counts else coming).extend(found)
             if counts:
                 falls.append((state.snapshot, level, without))
                 self._table.dirty.add(state.snapshot)  # it may have held back the release of an older one until now
         self._ask([*needs, *coming])
+        if any(map(self._table.unread, self._table.states.values())):
+            return  # nobody knows yet what of it only a leaving node holds
         for node in sorted(filter(self._sessions.live, self._sessions.leaving)):
             self._tell_remainder(node, needs, falls)
 
     # --- who leaves ---------------------------------------------------------------------------------------------
-    def _tell(self) -> None:
+    def on_tick(self) -> None:
         """Said again and again while somebody leaves, and for a while after: any message may be lost."""
         now, leaving = self._ctx.now, frozenset(self._sessions.leaving)
         changed = leaving != self._said
@@ -153,15 +158,28 @@ class Draining:
                 yield state, level, without[snapshot], counts
 
     def _matters(self, state: SnapshotState) -> bool:
+        """What a declared fresh start has left behind does, too, as long as that has nothing of its own."""
         whole = not state.void and state.level >= 0 and state.classes is not None
-        return whole and self._ctx.is_candidate(state.snapshot)
+        return whole and (self._ctx.is_candidate(state.snapshot) or self._certify.guards.has_nothing_yet())
 
-    def _copies(self, state: SnapshotState, level: int) -> Iterator[Need]:
+    def _rest(self, state: SnapshotState, level: int, without: int, found: list[Need]) -> Iterator[Need]:
+        """Of leaving nodes that seem to be needed no more, and without which the level falls: data and parity came to live in one
+        domain. Copies of their data help; where they have none, parity is made elsewhere. Until then nobody is told to go."""
+        leaving = {node for node in state.nodes() if self._sessions.live(node) and not self._sessions.stays(node)}
+        for node in sorted(leaving.difference(*(need.nodes for need in found))):
+            if self._table.level_with(state, partial(self._is_another, node)) < level:
+                copies = [need for need in self._copies(state, level, of_parity=True) if node in need.nodes]
+                yield from copies or [Need((state.snapshot, NOBODY, 0), without, 1, 0, frozenset({node}))]
+
+    def _is_another(self, node: str, other: str) -> bool:
+        return other != node and self._sessions.live(other)
+
+    def _copies(self, state: SnapshotState, level: int, *, of_parity: bool = False) -> Iterator[Need]:
         """Slices that fewer staying domains hold than the level takes."""
         assert state.classes is not None, "looked at before"
         by_parity = self._parities.ranks_in_sets(state)
         for copies in (*(((rank, tier),) for rank, tier in state.classes.alone), *state.classes.shared):
-            if any(tier >= 1 and rank in by_parity for rank, tier in copies):
+            if not of_parity and any(tier >= 1 and rank in by_parity for rank, tier in copies):
                 continue
             holders = [
                 (self._sessions.stays(node), tier, node, rank, needed)

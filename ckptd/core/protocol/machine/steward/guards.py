@@ -163,7 +163,7 @@ class Guards:
         waits = state.failures < KEEP_FAILURES_MAX or not self._grants.full()
         return unflushed and self._ctx.policy.durable and waits
 
-    def _has_nothing_yet(self) -> bool:
+    def has_nothing_yet(self) -> bool:
         """A declared fresh start keeps what it left behind until something of its own is certified."""
         record = self._ctx.record
         if record is None or record.ancestry:
@@ -176,7 +176,7 @@ class Guards:
         certified. When slots are needed the oldest such goes: he may never come back, and the job goes on (P14)."""
         if state.level >= 0 or state.again or state.snapshot.epoch == self._ctx.number:
             return False
-        if self._sessions.everyone_live() or not (self._ctx.is_candidate(state.snapshot) or self._has_nothing_yet()):
+        if self._sessions.everyone_live() or not (self._ctx.is_candidate(state.snapshot) or self.has_nothing_yet()):
             return False
         if not self._grants.full():
             return True

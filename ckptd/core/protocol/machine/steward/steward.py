@@ -331,5 +331,6 @@ class Steward:
         if self.active and now - self._acted_at >= pause:
             self._acted_at = now
             self.certify.review()
+            self.draining.act()
             if self._done and self._ctx.done and (self.certify.knows_all() or not self.sessions.settled()):
                 self.grants.act()
