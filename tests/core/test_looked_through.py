@@ -12,7 +12,7 @@ from ckptd.core.protocol.machine.steward.draining import FOLLOWS_S
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from tests.core.certificates import BOTH, OLD, released_since, steward
-from tests.core.machines import EPOCH, Steward, at, fact, layout, record_of
+from tests.core.machines import EPOCH, TICK_S, Steward, at, fact, layout, record_of
 
 THREE = [layout(rank, 3) for rank in range(3)]
 OLDER_LEANS = [fact(8, rank, rank != 2, world=3) for rank in range(3)]  # what node c has of step 8: rank 2's own slot, copies
@@ -93,6 +93,29 @@ def test_nor_before_what_can_be_read_is_weighed() -> None:
     assert min(remainders(node, 8)) > 0
 
 
+def test_what_cannot_be_read_yet_hides_nothing_that_is_needed() -> None:
+    """P3: node c had been told that nothing is left; that stood while nobody could read another snapshot (a reader's history)."""
+    node = steward(record_of("abcd"))
+    four = [layout(rank, 4) for rank in range(4)]
+    for name, tier in (("b", 0), ("c", 1), ("d", 1)):
+        node.others[name].tell_inventory(*(fact(7, rank, tier, world=4) for rank in range(4)), layouts=four)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    assert remainders(node, 4)[-1] == 0
+    node.others["b"].held(replace(fact(8, 1, world=4), layout_id=layout(1, 4, plan="other").layout_id))
+    node.feed(ev.NodeDown("d"))
+    assert min(remainders(node, 20)) > 0
+
+
+def test_nor_while_a_member_is_away_for_a_moment() -> None:
+    """P3: it may bring the rest of what node c holds a part of (a reader's history)."""
+    node = steward(record_of("abc"), replicas=0).train().capture(7)
+    node.feed(ev.NodeDown("b"))
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    patience = node.machine.ctx.policy.steward_timeout_s
+    assert remainders(node, int(patience / TICK_S) - 1) == []
+    assert remainders(node, 8)[-1] == 0, "it is gone"
+
+
 def test_what_a_fresh_start_has_left_behind_is_left_until_it_has_something_of_its_own() -> None:
     """P3: nothing is given up for that start before (guards.py), and it may never get so far (simulator, seed 800443)."""
     node = steward(replace(record_of("abc"), ancestry=(), before=(OLD, ())), replicas=0)
@@ -101,6 +124,8 @@ def test_what_a_fresh_start_has_left_behind_is_left_until_it_has_something_of_it
     node.others["c"].tell_inventory(*left, layouts=BOTH)
     node.others["c"].tell(msg.Leaving(EPOCH, True))
     assert min(remainders(node, 8)) > 0
+    left = node.said(msg.Remainder, "c")[-1]
+    assert left.stuck == left.slots and "left it behind" in left.reasons[0], "who holds a copy refuses to make another"
     node.train().capture(7)
     node.tick(FOLLOWS_S + 1.0)
     assert {fall[0].step for fall in node.said(msg.Remainder, "c")[-1].falls} == {7}

@@ -65,8 +65,8 @@ def test_with_nowhere_to_go_it_is_stuck_and_said() -> None:
 
 
 def test_data_that_came_to_live_beside_another_position_is_copied_to_a_domain_of_its_own() -> None:
-    """P3: each part had a place without node c, rank 2's data in the rack of node b; the loss of that would have cost two positions,
-    and c was told that nothing is left (simulator, seed 900249)."""
+    """P3: each part had a place without node c, rank 2's data in the rack of node b; the loss of that would have cost two
+    positions, and c was told that nothing is left (simulator, seed 900249)."""
     node = protected(steward(spare="def", rack="be"))
     node.others["e"].held(fact(7, 2, world=3))
     (shard,) = [order.shard for to, order in orders(node) if to == "c"]
@@ -79,6 +79,26 @@ def test_data_that_came_to_live_beside_another_position_is_copied_to_a_domain_of
     node.others["f"].held(fact(7, 2, world=3))
     node.tick(AGAIN_S)
     assert remainder(node, "c", mark).slots == 0
+    mark = leaves(node, "f")
+    node.tick(1.0)
+    left = [remainder(node, name, mark).slots for name in "cf"]
+    assert left == [1, 1], "each could go alone (a reader's history)"
+
+
+def test_parity_that_came_to_live_beside_another_position_is_made_up_for_by_copies() -> None:
+    """P14: node c has nothing else, and no position lacks anything: it would have waited for ever (a reader's history)."""
+    node = protected(steward(spare="def", rack="be"))
+    (shard,) = [order.shard for to, order in orders(node) if to == "c"]
+    make(node, "e", shard)
+    node.others["d"].held(fact(7, 2, world=3))
+    mark = leaves(node, "c")
+    left = []
+    for _ in range(3):
+        node.tick(AGAIN_S)
+        left.append(remainder(node, "c", mark).slots)
+        for rank in {ask.rank for name in "abcd" for ask in node.said(msg.Holders, name, mark)}:
+            node.others["f"].held(fact(7, rank, world=3))
+    assert left[0] > 0 == left[-1], left
 
 
 def test_what_has_no_parity_yet_is_not_made_of_parity_elsewhere() -> None:

@@ -61,6 +61,7 @@ class Oracle:
         self.declared: set[int] = set()  # epochs that begin anew by their operator's word
         self.graves: list[tuple[float, Host, list[Mem]]] = []
         self.given_up: deque[tuple[float, Host, Mem]] = deque(maxlen=GIVEN_UP_KEPT)
+        self.left: dict[str, tuple[float, bool]] = {}  # node that is to go -> when it was told what is left last; was it nothing
         self.turn = 0  # of the events that daemons have taken in
         self.told_at: dict[tuple[str, str], tuple[float, int]] = {}  # (attempt, node) -> when it first told what it holds; its turn
         self.told_void: dict[SnapshotId, set[object]] = {}  # which machines were: one made anew knows what memory holds
@@ -308,8 +309,10 @@ class Oracle:
         self.promises[snapshot] = Promise(message.level, lost)
 
     def _remainder(self, host: Host, to: str, message: msg.Remainder) -> None:
-        """P3: who hears that nothing is left goes. Without it some snapshot holds what is promised of the newest one, as far as the
-        nodes that stay can, but for what nobody could have noticed yet. What was left behind is nobody's."""
+        """P3: who hears that nothing is left goes, and so do others that hear it in the same look. Without them some snapshot holds
+        what is promised of the newest one, as far as the nodes that stay can, but for what nobody could have noticed yet."""
+        now = self.world.clock.now
+        self.left[to] = now, message.slots == 0
         if message.slots or host.record is None:
             return
         owed = {s: promise.level - len(promise.lost) for s, promise in self.promises.items() if s.epoch <= message.epoch}
@@ -317,13 +320,15 @@ class Oracle:
         if newest is None:
             return
         hosts = self.world.hosts
-        going = {name for name, other in hosts.items() if name == to or other.machine.view()["drain"]["leaving"]}
+        leave = {name for name, said in self.left.items() if said == (now, True)}
+        going = {name for name, other in hosts.items() if other.machine.view()["drain"]["leaving"]} | leave
         staying = {node.domain for node in host.record.nodes if node.node not in going}
         wanted = min(owed[newest], self.world.policy.tolerates, len(staying) - 1)
         self.counts["nothing left on a node that is to go"] += 1
-        others = hosts.keys() - {to}
+        self.counts["nothing left on several"] += len(leave) > 1
+        others = hosts.keys() - leave
         if all(self.truth(s, among=others, graves=host.saw_at - BLIND_S, stopped=host.saw_at) < wanted for s in self.origins):
-            raise Broken(f"P3 {to} is told that nothing is left, and without it {newest} does not survive {wanted} more")
+            raise Broken(f"P3 {sorted(leave)} are to leave nothing, and without them {newest} does not survive {wanted} more")
 
     def certified(self) -> set[SnapshotId]:
         """All that a level was ever said of, whether or not memory of it is promised still."""

@@ -7,7 +7,7 @@ have without these nodes; where it is lower, copies are asked for, with the leav
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptd.core.ids import SnapshotId
@@ -18,7 +18,6 @@ from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.messages import Departures, Holders, Leaving, Remainder
-from ckptd.core.redundancy.parity_sets import NOBODY
 
 LOOK_S = 0.5
 AGAIN_S = 2.0  # what is still missing is asked for again after this; who leaves is said as often
@@ -26,12 +25,14 @@ AFTERWARDS_S = 20.0  # what was said before may arrive late; a new session begin
 ASKED_AT_ONCE_MAX = 16  # copies: the most exposed ones are to have the network first
 FOLLOWS_S = 10.0  # so long a new snapshot may lean on leaving nodes before it counts, and before an older one goes for it
 NAMED_MAX = 8  # reasons and snapshots in one message
+NO_DOMAIN = "no failure domain is left that could take it"
+LEFT_BEHIND = "this start has left it behind, and nobody copies it"
 
 
 @dataclass(frozen=True)
 class Need:
     """``slots`` of so many bytes lie on these leaving nodes alone, among the nodes that are enough for the level. left: how many
-    domains hold it without them. ask: to whom and what; None: parity, or nobody can take it (stuck)."""
+    domains hold it without them. ask: to whom and what; None: parity, or it cannot be (stuck: why)."""
 
     key: tuple[SnapshotId, int, int]
     left: int
@@ -39,7 +40,7 @@ class Need:
     nbytes: int
     nodes: frozenset[str]
     ask: tuple[str, Holders] | None = None
-    stuck: bool = False
+    stuck: str = ""
 
 
 class Draining:
@@ -74,17 +75,27 @@ class Draining:
         falls: list[tuple[SnapshotId, int, int]] = []
         coming: list[Need] = []  # of snapshots that are so new that an older one still stands in for them
         for state, level, without, counts in self._short():
-            found = [*self._copies(state, level), *self._parity(state)]
-            found += self._rest(state, level, without, found)
+            found = [*self._copies(state, level, self._parities.ranks_in_sets(state)), *self._parity(state)]
+            found += self._rest(state, level, found)
+            if not self._ctx.is_candidate(state.snapshot):
+                found = [replace(need, ask=None, stuck=LEFT_BEHIND) for need in found]
             (needs if counts else coming).extend(found)
             if counts:
                 falls.append((state.snapshot, level, without))
                 self._table.dirty.add(state.snapshot)  # it may have held back the release of an older one until now
         self._ask([*needs, *coming])
-        if any(map(self._table.unread, self._table.states.values())):
-            return  # nobody knows yet what of it only a leaving node holds
+        hidden = self._hides()
         for node in sorted(filter(self._sessions.live, self._sessions.leaving)):
-            self._tell_remainder(node, needs, falls)
+            if not hidden or any(node in need.nodes for need in needs):
+                self._tell_remainder(node, needs, falls)
+
+    def _hides(self) -> bool:
+        """Something may come to light that only a leaving node holds: of what is not read yet, or when a member comes back that is
+        away for a moment."""
+        record = self._ctx.record
+        assert record is not None, "a steward has an epoch"
+        away = (not self._ctx.is_up(node.node) and not self._ctx.lost(node.node) for node in record.nodes)
+        return any(map(self._table.unread, self._table.states.values())) or any(away)
 
     # --- who leaves ---------------------------------------------------------------------------------------------
     def on_tick(self) -> None:
@@ -105,7 +116,7 @@ class Draining:
     def _tell_remainder(self, node: str, needs: list[Need], falls: list[tuple[SnapshotId, int, int]]) -> None:
         own = [need for need in needs if node in need.nodes]
         stuck = [need for need in own if need.stuck]
-        reasons = sorted({f"{_named(need)}: no failure domain is left that could take it" for need in stuck})
+        reasons = sorted({f"{_named(need)}: {need.stuck}" for need in stuck})
         self._ctx.send(
             node,
             Remainder(
@@ -162,24 +173,28 @@ class Draining:
         whole = not state.void and state.level >= 0 and state.classes is not None
         return whole and (self._ctx.is_candidate(state.snapshot) or self._certify.guards.has_nothing_yet())
 
-    def _rest(self, state: SnapshotState, level: int, without: int, found: list[Need]) -> Iterator[Need]:
-        """Of leaving nodes that seem to be needed no more, and without which the level falls: data and parity came to live in one
-        domain. Copies of their data help; where they have none, parity is made elsewhere. Until then nobody is told to go."""
+    def _rest(self, state: SnapshotState, level: int, found: list[Need]) -> Iterator[Need]:
+        """For leaving nodes of which nothing is asked, and without all of which the level falls: data and parity came to live in
+        one domain. Copies help, of what they hold, or of the data of these parity sets."""
         leaving = {node for node in state.nodes() if self._sessions.live(node) and not self._sessions.stays(node)}
-        for node in sorted(leaving.difference(*(need.nodes for need in found))):
-            if self._table.level_with(state, partial(self._is_another, node)) < level:
-                copies = [need for need in self._copies(state, level, of_parity=True) if node in need.nodes]
-                yield from copies or [Need((state.snapshot, NOBODY, 0), without, 1, 0, frozenset({node}))]
+        rest = leaving.difference(*(need.nodes for need in found))
+        stays = partial(self._is_another, rest)
+        if not state.shards or not rest or self._table.level_with(state, stays) >= level:
+            return
+        spared = self._table.spared_with(state, stays)
+        copies = [*self._copies(state, level, {rank for rank, losses in spared.items() if losses >= level})]
+        theirs = [need for need in copies if need.nodes & rest]
+        for need in theirs or copies:
+            yield need if theirs else replace(need, nodes=frozenset(rest))
 
-    def _is_another(self, node: str, other: str) -> bool:
-        return other != node and self._sessions.live(other)
+    def _is_another(self, nodes: set[str], other: str) -> bool:
+        return other not in nodes and self._sessions.live(other)
 
-    def _copies(self, state: SnapshotState, level: int, *, of_parity: bool = False) -> Iterator[Need]:
-        """Slices that fewer staying domains hold than the level takes."""
+    def _copies(self, state: SnapshotState, level: int, by_parity: set[int]) -> Iterator[Need]:
+        """Slices that fewer staying domains hold than the level takes, but for ranks that parity protects."""
         assert state.classes is not None, "looked at before"
-        by_parity = self._parities.ranks_in_sets(state)
         for copies in (*(((rank, tier),) for rank, tier in state.classes.alone), *state.classes.shared):
-            if not of_parity and any(tier >= 1 and rank in by_parity for rank, tier in copies):
+            if any(tier >= 1 and rank in by_parity for rank, tier in copies):
                 continue
             holders = [
                 (self._sessions.stays(node), tier, node, rank, needed)
@@ -202,14 +217,14 @@ class Draining:
         layout = self._table.layouts[state.layout_ids[rank]]
         known = tuple(sorted((node, t) for stays, t, node, _, _ in holders if stays))
         ask = Holders(self._ctx.number, self._sessions.session(first), state.snapshot, rank, known, tier)
-        stuck = not free - {domain(first)}
+        stuck = "" if free - {domain(first)} else NO_DOMAIN
         key = (state.snapshot, rank, tier)
         return Need(key, len(staying), 1, layout.live_bytes(tier), leaving, None if stuck else (first, ask), stuck)
 
     def _parity(self, state: SnapshotState) -> Iterator[Need]:
         for move in self._parities.moves(state):
             key = (state.snapshot, -1 - move.parity_set, move.position)
-            yield Need(key, 0, move.slots, move.nbytes, move.nodes, None, not move.places)
+            yield Need(key, 0, move.slots, move.nbytes, move.nodes, None, "" if move.places else NO_DOMAIN)
 
     # --- asking -------------------------------------------------------------------------------------------------
     def _ask(self, needs: list[Need]) -> None:

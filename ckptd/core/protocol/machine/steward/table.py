@@ -225,6 +225,10 @@ class SnapshotTable:
         """Its level if there were no parity."""
         return -1 if state.classes is None else level(state.classes, self._domains(state, self._live))
 
+    def spared_with(self, state: SnapshotState, counts: Callable[[str], bool]) -> dict[int, int]:
+        """rank -> losses after which parity still brings it, if only these nodes held something."""
+        return self._spared(state, self._domains(state, counts), counts)
+
     def _domains(self, state: SnapshotState, counts: Callable[[str], bool]) -> dict[int, list[tuple[str, int]]]:
         """rank -> (failure domain, tier) of each holding of its slot."""
         holding = set(chain.from_iterable(state.holders.values()))
