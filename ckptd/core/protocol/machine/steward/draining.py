@@ -24,6 +24,7 @@ AGAIN_S = 2.0  # what is still missing is asked for again after this; who leaves
 AFTERWARDS_S = 20.0  # what was said before may arrive late; a new session begins with nobody leaving
 ASKED_AT_ONCE_MAX = 16  # copies: the most exposed ones are to have the network first
 FOLLOWS_S = 10.0  # so long a new snapshot may lean on leaving nodes before it counts, and before an older one goes for it
+AWAY_S = 20.0  # beyond steward_timeout_s: so long a member that is away may bring something
 NAMED_MAX = 8  # reasons and snapshots in one message
 NO_DOMAIN = "no failure domain is left that could take it"
 LEFT_BEHIND = "this start has left it behind, and nobody copies it"
@@ -94,7 +95,7 @@ class Draining:
         away for a moment."""
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
-        away = (not self._ctx.is_up(node.node) and not self._ctx.lost(node.node) for node in record.nodes)
+        away = (not self._ctx.is_up(node.node) and not self._ctx.lost(node.node, AWAY_S) for node in record.nodes)
         return any(map(self._table.unread, self._table.states.values())) or any(away)
 
     # --- who leaves ---------------------------------------------------------------------------------------------
