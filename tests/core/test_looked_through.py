@@ -8,7 +8,8 @@ import pytest
 
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import messages as msg
-from ckptd.core.protocol.machine.steward.draining import AWAY_S, FOLLOWS_S
+from ckptd.core.protocol.machine.context import MEMBER_AWAY_S
+from ckptd.core.protocol.machine.steward.draining import FOLLOWS_S
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from tests.core.certificates import BOTH, OLD, released_since, steward
@@ -111,7 +112,7 @@ def test_nor_while_a_member_is_away_for_a_moment() -> None:
     node = steward(record_of("abc"), replicas=0).train().capture(7)
     node.feed(ev.NodeDown("b"))
     node.others["c"].tell(msg.Leaving(EPOCH, True))
-    patience = node.machine.ctx.policy.steward_timeout_s + AWAY_S
+    patience = node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S
     assert remainders(node, int(patience / TICK_S) - 1) == []
     assert remainders(node, 8)[-1] == 0, "it is gone"
 

@@ -11,6 +11,7 @@ from ckptd.core.policy import Policy
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.context import MEMBER_AWAY_S
 from ckptd.core.protocol.machine.steward.certify import IDLE_S, REPEAT_S
 from ckptd.core.protocol.machine.steward.draining import AGAIN_S, FOLLOWS_S
 from ckptd.core.redundancy.degradation import DOWN_S, UP_S
@@ -99,6 +100,23 @@ def test_parity_that_came_to_live_beside_another_position_is_made_up_for_by_copi
         for rank in {ask.rank for name in "abcd" for ask in node.said(msg.Holders, name, mark)}:
             node.others["f"].held(fact(7, rank, world=3))
     assert left[0] > 0 == left[-1], left
+
+
+def test_who_holds_the_parity_of_data_that_no_slot_has_is_not_told_to_go() -> None:
+    """P3: no copy of it can be asked for, all other data has its copies, and each position a place: in one rack."""
+    node = protected(steward("abcd", spare="efgh", parity=Parity(2, 2), rack="bea"))
+    (shard,) = [order.shard for to, order in orders(node) if to == "c"]
+    for name in "eg":
+        make(node, name, shard)
+    node.others["c"].held(shard_fact(shard), lost=True)
+    for name in "fh":
+        for rank in (0, 1, 2):
+            node.others[name].held(fact(7, rank, world=4))
+    lose(node, "d")
+    node.tick(PATIENCE_S + MEMBER_AWAY_S + 1.0)
+    mark = leaves(node, "g")
+    node.tick(1.0)
+    assert remainder(node, "g", mark).slots > 0
 
 
 def test_what_has_no_parity_yet_is_not_made_of_parity_elsewhere() -> None:

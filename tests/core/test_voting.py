@@ -10,12 +10,12 @@ from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import instructions as ins
 from ckptd.core.protocol import messages as msg
+from ckptd.core.protocol.machine.context import MEMBER_AWAY_S
 from ckptd.core.protocol.machine.steward.gather import FRESH_S
 from ckptd.core.protocol.machine.steward.restore import (
     AWAY_PAUSE_S_MAX,
     DECISIONS_MAX,
     LEFT_PATIENCE_S,
-    MEMBER_AWAY_S,
     STRAGGLERS_S,
 )
 from tests.core.elect import BEFORE, BOTH, LAYOUTS, OLD, A, B, C, Elect

@@ -21,6 +21,7 @@ from ckptd.core.state_map.layout import Layout
 T = TypeVar("T")
 
 RESEND_S = 0.5  # what was not answered is said again after this
+MEMBER_AWAY_S = 20.0  # beyond steward_timeout_s; a link that broke is back long before
 LAYOUTS_CACHED_MAX = 512
 
 

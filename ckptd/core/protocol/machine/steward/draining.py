@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.protocol.machine.context import Context
+from ckptd.core.protocol.machine.context import MEMBER_AWAY_S, Context
 from ckptd.core.protocol.machine.steward.certify import Certify
 from ckptd.core.protocol.machine.steward.parity import Parities
 from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.messages import Departures, Holders, Leaving, Remainder
+from ckptd.core.redundancy.parity_sets import NOBODY
 
 LOOK_S = 0.5
 AGAIN_S = 2.0  # what is still missing is asked for again after this; who leaves is said as often
 AFTERWARDS_S = 20.0  # what was said before may arrive late; a new session begins with nobody leaving
 ASKED_AT_ONCE_MAX = 16  # copies: the most exposed ones are to have the network first
 FOLLOWS_S = 10.0  # so long a new snapshot may lean on leaving nodes before it counts, and before an older one goes for it
-AWAY_S = 20.0  # beyond steward_timeout_s: so long a member that is away may bring something
 NAMED_MAX = 8  # reasons and snapshots in one message
 NO_DOMAIN = "no failure domain is left that could take it"
 LEFT_BEHIND = "this start has left it behind, and nobody copies it"
@@ -95,7 +95,7 @@ class Draining:
         away for a moment."""
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
-        away = (not self._ctx.is_up(node.node) and not self._ctx.lost(node.node, AWAY_S) for node in record.nodes)
+        away = (not self._ctx.is_up(node.node) and not self._ctx.lost(node.node, MEMBER_AWAY_S) for node in record.nodes)
         return any(map(self._table.unread, self._table.states.values())) or any(away)
 
     # --- who leaves ---------------------------------------------------------------------------------------------
@@ -187,6 +187,8 @@ class Draining:
         theirs = [need for need in copies if need.nodes & rest]
         for need in theirs or copies:
             yield need if theirs else replace(need, nodes=frozenset(rest))
+        if not copies:  # no slot has that data any more: parity makes it
+            yield Need((state.snapshot, NOBODY, 0), 0, 1, 0, frozenset(rest))
 
     def _is_another(self, nodes: set[str], other: str) -> bool:
         return other not in nodes and self._sessions.live(other)

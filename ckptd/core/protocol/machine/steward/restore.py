@@ -14,7 +14,7 @@ from functools import partial
 from ckptd.core.ids import EpochRecord, SnapshotId
 from ckptd.core.protocol.events import DurableRead, EpochClaimed
 from ckptd.core.protocol.instructions import Alarm, ClaimEpoch
-from ckptd.core.protocol.machine.context import RESEND_S, Context
+from ckptd.core.protocol.machine.context import MEMBER_AWAY_S, RESEND_S, Context
 from ckptd.core.protocol.machine.joining import Joining
 from ckptd.core.protocol.machine.steward.decide import (
     ALARMS,
@@ -49,7 +49,6 @@ CLAIM_TIMEOUT_S = (
 LEFT_PATIENCE_S = (
     15.0  # all ranks stood here, and one does not any more: its restore() has most likely raised
 )
-MEMBER_AWAY_S = 20.0  # beyond steward_timeout_s; a link that broke is back long before
 STRAGGLERS_S = 0.5  # after a bad vote, until the next decision
 AWAY_PAUSE_S_MAX = 8.0  # the same, twice as long each time that a holder could not be reached
 DECISIONS_MAX = 16  # per attempt, but for those after which a holder could not be reached: their time is bounded
