@@ -117,6 +117,16 @@ def test_nor_while_a_member_is_away_for_a_moment() -> None:
     assert remainders(node, 8)[-1] == 0, "it is gone"
 
 
+def test_nor_while_a_member_is_silent() -> None:
+    """P3: the books of who has just begun were settled without it (simulator, seed 64320208834)."""
+    node = steward(record_of("abc"), replicas=0)
+    node.others["c"].tell_inventory(fact(7, 2, world=3), layouts=THREE)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    patience = node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S
+    assert remainders(node, int(patience / TICK_S) - 2) == []
+    assert remainders(node, 12)[-1] == 0, "it is waited for no longer"
+
+
 def test_what_a_fresh_start_has_left_behind_is_left_until_it_has_something_of_its_own() -> None:
     """P3: nothing is given up for that start before (guards.py), and it may never get so far (simulator, seed 800443)."""
     node = steward(replace(record_of("abc"), ancestry=(), before=(OLD, ())), replicas=0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptd.core.ids import SnapshotId
-from ckptd.core.protocol.machine.context import MEMBER_AWAY_S, Context
+from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.steward.certify import Certify
 from ckptd.core.protocol.machine.steward.parity import Parities
 from ckptd.core.protocol.machine.steward.sessions import Sessions
@@ -91,12 +91,12 @@ class Draining:
                 self._tell_remainder(node, needs, falls)
 
     def _hides(self) -> bool:
-        """Something may come to light that only a leaving node holds: of what is not read yet, or when a member comes back that is
-        away for a moment."""
+        """Something may come to light that only a leaving node holds: of what is not read yet, or when a member speaks that is away
+        or silent."""
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
-        away = (not self._ctx.is_up(node.node) and not self._ctx.lost(node.node, MEMBER_AWAY_S) for node in record.nodes)
-        return any(map(self._table.unread, self._table.states.values())) or any(away)
+        waited_for = (self._sessions.may_speak(node.node) for node in record.nodes)
+        return any(map(self._table.unread, self._table.states.values())) or any(waited_for)
 
     # --- who leaves ---------------------------------------------------------------------------------------------
     def on_tick(self) -> None:

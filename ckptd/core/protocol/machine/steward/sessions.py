@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ckptd.core.protocol.machine.context import Context, audience
+from ckptd.core.protocol.machine.context import MEMBER_AWAY_S, Context, audience
 from ckptd.core.protocol.machine.uplink import REGISTER_S, Fact
 from ckptd.core.protocol.messages import Ack, Inventory, OpenSession
 
@@ -127,6 +127,15 @@ class Sessions:
             session.established or not self._ctx.is_up(node) or self._ctx.now - session.opened_at > patience
             for node, session in self.by_node.items()
         )
+
+    def may_speak(self, node: str) -> bool:
+        """It is away or silent, and not for so long that it counts as gone."""
+        if self.live(node):
+            return False
+        session = self.by_node.get(node)
+        if session is None or not self._ctx.is_up(node):
+            return not self._ctx.lost(node, MEMBER_AWAY_S)
+        return self._ctx.now - session.opened_at <= self._ctx.policy.steward_timeout_s + MEMBER_AWAY_S
 
     def members_live(self) -> bool:
         record = self._ctx.record
