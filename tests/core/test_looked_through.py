@@ -107,10 +107,13 @@ def test_what_cannot_be_read_yet_hides_nothing_that_is_needed() -> None:
     assert min(remainders(node, 20)) > 0
 
 
-def test_nor_while_a_member_is_away_for_a_moment() -> None:
+@pytest.mark.parametrize("outside", ["", "d"])
+def test_nor_while_somebody_is_away_for_a_moment(outside: str) -> None:
     """P3: it may bring the rest of what node c holds a part of (a reader's history; simulator, seed 2901251)."""
-    node = steward(record_of("abc"), replicas=0).train().capture(7)
-    node.feed(ev.NodeDown("b"))
+    node = steward(record_of("abc", outside=outside, ancestry=(at(5, OLD),)), replicas=0)
+    for name, other in node.others.items():
+        other.tell_inventory(*([fact(5, 1, epoch=OLD)] if name == "c" else []), layouts=BOTH)
+    node.feed(ev.NodeDown(outside or "b"))
     node.others["c"].tell(msg.Leaving(EPOCH, True))
     patience = node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S
     assert remainders(node, int(patience / TICK_S) - 1) == []
@@ -140,6 +143,20 @@ def test_what_a_fresh_start_has_left_behind_is_left_until_it_has_something_of_it
     node.train().capture(7)
     node.tick(FOLLOWS_S + 1.0)
     assert {fall[0].step for fall in node.said(msg.Remainder, "c")[-1].falls} == {7}
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_nor_what_a_start_goes_on_from_or_leaves_behind_until_all_have_restored(step: int) -> None:
+    """P3: it goes on from step 5, and 6 was whole; the next start may take that if this one ends (simulator, seeds 71000780,
+    71001862). Neither of them stands in for the other."""
+    node = steward(replace(record_of("abc"), ancestry=(at(5, OLD),), before=(OLD, ())), replicas=0, running=False)
+    for name, held in (("b", 11 - step), ("c", step)):
+        held_all = [fact(held, rank, epoch=OLD) for rank in (0, 1)]
+        node.others[name].tell_inventory(*held_all, layouts=BOTH, done=False)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    assert min(remainders(node, 8)) > 0
+    node.hear("a", msg.RestoreDone(EPOCH, 1))
+    assert (remainders(node, 8)[-1] > 0) == (step == 5)
 
 
 def test_who_does_not_answer_again_holds_up_no_grant() -> None:

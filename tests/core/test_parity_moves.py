@@ -102,6 +102,21 @@ def test_parity_that_came_to_live_beside_another_position_is_made_up_for_by_copi
     assert left[0] > 0 == left[-1], left
 
 
+def test_copies_that_stand_in_for_parity_not_made_yet_are_needed() -> None:
+    """P3: each rank's data had a copy elsewhere, those of rank 1 on a node that leaves (simulator, seed 71000149)."""
+    node = steward(spare="de").capture(7)
+    for rank, name in enumerate("dcd"):
+        node.others[name].held(fact(7, rank, 1, world=3))
+    mark = leaves(node, "c")
+    left = []
+    for _ in range(2):
+        node.tick(AGAIN_S)
+        left.append(remainder(node, "c", mark).slots)
+        for rank in {ask.rank for name in "abcd" for ask in node.said(msg.Holders, name, mark)}:
+            node.others["e"].held(fact(7, rank, world=3))
+    assert (node.level(7), left[0] > 0, left[-1]) == (1, True, 0), left
+
+
 def test_who_holds_the_parity_of_data_that_no_slot_has_is_not_told_to_go() -> None:
     """P3: no copy of it can be asked for, all other data has its copies, and each position a place: in one rack."""
     node = protected(steward("abcd", spare="efgh", parity=Parity(2, 2), rack="bea"))

@@ -91,12 +91,9 @@ class Draining:
                 self._tell_remainder(node, needs, falls)
 
     def _hides(self) -> bool:
-        """Something may come to light that only a leaving node holds: of what is not read yet, or when a member speaks that is away
+        """Something may come to light that only a leaving node holds: of what is not read yet, or when somebody speaks who is away
         or silent."""
-        record = self._ctx.record
-        assert record is not None, "a steward has an epoch"
-        waited_for = (self._sessions.may_speak(node.node) for node in record.nodes)
-        return any(map(self._table.unread, self._table.states.values())) or any(waited_for)
+        return any(map(self._table.unread, self._table.states.values())) or any(self._sessions.waited_for())
 
     # --- who leaves ---------------------------------------------------------------------------------------------
     def on_tick(self) -> None:
@@ -155,32 +152,37 @@ class Draining:
 
     def _short(self) -> Iterator[tuple[SnapshotState, int, int, bool]]:
         """(snapshot, its level, its level without the leaving nodes, does it count) where they are needed, the newest first. What a
-        newer one that does not need them is as good as needs nothing."""
+        newer one that does not need them is as good as needs nothing; for what may be restored after this epoch, only such a one
+        can stand in."""
         found = [state for _, state in sorted(self._table.states.items(), reverse=True) if self._matters(state)]
         without = {state.snapshot: self._without(state) for state in found}
-        wanted = self._certify.guards.wanted()
-        safe = max((snapshot for snapshot, level in without.items() if level >= wanted), default=None)
-        best = -1
+        wanted, is_candidate = self._certify.guards.wanted(), self._ctx.is_candidate
+        safe = max((snapshot for snapshot, level in without.items() if level >= wanted and is_candidate(snapshot)), default=None)
+        best = {True: -1, False: -1}  # of candidates; of all
         for state in found:
             snapshot, level = state.snapshot, self._level(state)
+            candidate = is_candidate(snapshot)
             if without[snapshot] >= level:
-                best = max(best, level)
-            elif level > best:
-                counts = safe is None or snapshot < safe or not self.follows(state)
+                best = {kind: max(of, level) if candidate or not kind else of for kind, of in best.items()}
+            elif level > best[candidate]:
+                counts = not candidate or safe is None or snapshot < safe or not self.follows(state)
                 yield state, level, without[snapshot], counts
 
     def _matters(self, state: SnapshotState) -> bool:
-        """What a declared fresh start has left behind does, too, as long as that has nothing of its own."""
+        """What was left behind does, too, until all have restored: the next start may take it if this one ends. After a declared
+        fresh start, until that has something of its own."""
         whole = not state.void and state.level >= 0 and state.classes is not None
-        return whole and (self._ctx.is_candidate(state.snapshot) or self._certify.guards.has_nothing_yet())
+        left_behind = not self._ctx.done or self._certify.guards.has_nothing_yet()
+        return whole and (left_behind or self._ctx.is_candidate(state.snapshot))
 
     def _rest(self, state: SnapshotState, level: int, found: list[Need]) -> Iterator[Need]:
         """For leaving nodes of which nothing is asked, and without all of which the level falls: data and parity came to live in
-        one domain. Copies help, of what they hold, or of the data of these parity sets."""
+        one domain, or are copies as long as there is no parity. Copies help, of what they hold, or of the data of these parity
+        sets."""
         leaving = {node for node in state.nodes() if self._sessions.live(node) and not self._sessions.stays(node)}
         rest = leaving.difference(*(need.nodes for need in found))
         stays = partial(self._is_another, rest)
-        if not state.shards or not rest or self._table.level_with(state, stays) >= level:
+        if not rest or self._table.level_with(state, stays) >= level:
             return
         spared = self._table.spared_with(state, stays)
         copies = [*self._copies(state, level, {rank for rank, losses in spared.items() if losses >= level})]

@@ -128,14 +128,13 @@ class Sessions:
             for node, session in self.by_node.items()
         )
 
-    def may_speak(self, node: str) -> bool:
-        """It is away or silent, and not for so long that it counts as gone."""
-        if self.live(node):
-            return False
-        session = self.by_node.get(node)
-        if session is None or not self._ctx.is_up(node):
-            return not self._ctx.lost(node, MEMBER_AWAY_S)
-        return self._ctx.now - session.opened_at <= self._ctx.policy.steward_timeout_s + MEMBER_AWAY_S
+    def waited_for(self) -> Iterator[str]:
+        """Who is away or silent, and not for so long that it counts as gone."""
+        patience = self._ctx.policy.steward_timeout_s + MEMBER_AWAY_S
+        for node, session in self.by_node.items():
+            silent = self._ctx.is_up(node) and not session.established and self._ctx.now - session.opened_at <= patience
+            if silent or not (self._ctx.is_up(node) or self._ctx.lost(node, MEMBER_AWAY_S)):
+                yield node
 
     def members_live(self) -> bool:
         record = self._ctx.record
