@@ -9,11 +9,12 @@ import pytest
 from ckptd.core.protocol import events as ev
 from ckptd.core.protocol import messages as msg
 from ckptd.core.protocol.machine.context import MEMBER_AWAY_S
+from ckptd.core.protocol.machine.leaving import KNOWN_S
 from ckptd.core.protocol.machine.steward.draining import FOLLOWS_S
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from tests.core.certificates import BOTH, OLD, released_since, steward
-from tests.core.machines import EPOCH, TICK_S, Steward, at, fact, layout, record_of
+from tests.core.machines import EPOCH, TICK_S, Member, Steward, at, fact, layout, record_of
 
 THREE = [layout(rank, 3) for rank in range(3)]
 OLDER_LEANS = [fact(8, rank, rank != 2, world=3) for rank in range(3)]  # what node c has of step 8: rank 2's own slot, copies
@@ -128,6 +129,50 @@ def test_nor_while_a_member_is_silent() -> None:
     patience = node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S
     assert remainders(node, int(patience / TICK_S) - 2) == []
     assert remainders(node, 12)[-1] == 0, "it is waited for no longer"
+
+
+def test_who_comes_and_goes_without_an_answer_is_waited_for_no_longer() -> None:
+    """P14: each time its link came back the time in which it may speak began anew (a reader's history)."""
+    node = steward(record_of("abc", outside="d")).greet()
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    for _ in range(10):
+        node.feed(ev.NodeDown("d"))
+        node.tick(10.0)
+        node.feed(ev.NodeUp("d"))
+        node.tick()
+    node.feed(ev.NodeDown("d"))
+    assert remainders(node, 4)[-1] == 0
+
+
+def test_what_is_no_layout_is_said_to_be_left_on_who_holds_it_and_keeps_nobody_else() -> None:
+    """P14: it was waited for for ever, and no node was told anything (a reader's history: a daemon of a newer release)."""
+    node = steward(record_of("abcd"))
+    for name, held in (("b", ()), ("c", [fact(8, 2, world=4)]), ("d", [fact(8, 3, world=4)])):
+        node.others[name].tell_inventory(*held)
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    assert remainders(node, 8) == [], "it may be on its way"
+    for rank, name in ((2, "c"), (3, "d")):
+        node.hear(name, msg.LayoutReply(EPOCH, {layout(rank, 4).layout_id: b"of another release"}))
+    assert remainders(node, 8)[-1] == 1
+    left = node.said(msg.Remainder, "c")[-1]
+    assert (left.stuck, "cannot be read" in left.reasons[0]) == (1, True)
+    node.others["c"].held(fact(8, 2, world=4), lost=True)
+    assert remainders(node, 8)[-1] == 0
+
+
+def test_that_nothing_is_left_is_known_while_it_is_said() -> None:
+    """P3: the steward is silent where it does not know, and what it had said before stood (a reader's history)."""
+    node = Member(record_of("abc"))
+    node.feed(ev.DrainAsked(True))
+    known = lambda: node.machine.view()["drain"]["known"]  # noqa: E731
+    node.order(msg.Remainder(EPOCH, "", 0, 0, 0, (), ()))
+    assert known()
+    node.tick(KNOWN_S)
+    assert known()
+    node.tick()
+    assert not known()
+    node.order(msg.Remainder(EPOCH, "", 0, 0, 0, (), ()))
+    assert known()
 
 
 def test_what_a_fresh_start_has_left_behind_is_left_until_it_has_something_of_its_own() -> None:

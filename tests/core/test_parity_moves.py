@@ -22,6 +22,7 @@ from tests.core.certificates import OLD, released
 from tests.core.machines import EPOCH, Steward, at, fact, layout, only, record_of
 from tests.core.parity_rig import (
     PATIENCE_S,
+    XOR,
     leaves,
     lose,
     make,
@@ -31,6 +32,22 @@ from tests.core.parity_rig import (
     shard_fact,
     steward,
 )
+
+
+def protected_by(
+    ranks: str, spare: str, parity: Parity, shards: dict[int, str], copies: dict[int, str], rack: str = ""
+) -> Steward:
+    """Step 7, with these shards and copies: position or rank -> nodes."""
+    node = steward(ranks, spare=spare, parity=parity, rack=rack).capture(7)
+    parity_set = orders(node)[0][1].shard.parity_set
+    for at_, names in shards.items():
+        for name in names:
+            make(node, name, ParityShard(parity_set, at_))
+    for rank, names in copies.items():
+        for name in names:
+            node.copy(7, rank, name)
+    node.tick()
+    return node
 
 
 # --- nodes that leave -------------------------------------------------------------------------------------------------
@@ -132,6 +149,40 @@ def test_who_holds_the_parity_of_data_that_no_slot_has_is_not_told_to_go() -> No
     mark = leaves(node, "g")
     node.tick(1.0)
     assert remainder(node, "g", mark).slots > 0
+
+
+def test_each_leaving_node_that_parity_leans_on_is_told_also_beside_one_whose_copies_are_needed() -> None:
+    """P3: rank 1 is in no slot any more; without node c that costs a level, and without d rank 0 does (a reader's history)."""
+    node = protected_by("abc", "def", Parity(2, 2), {0: "a", 2: "cf"}, {0: "df", 2: "ef"})
+    for rank, name in ((2, "c"), (1, "b")):
+        node.others[name].held(fact(7, rank, world=3), lost=True)
+        node.tick()
+    node.copy(7, 2, "a")
+    node.tick()
+    mark, _ = (leaves(node, name) for name in "cd")
+    node.tick(1.0)
+    assert node.machine.steward.table.states[at(7)].level == 2
+    assert [min(said.slots for said in node.said(msg.Remainder, name, mark)) > 0 for name in "cd"] == [True, True]
+
+
+def test_data_of_which_no_slot_is_left_and_that_no_domain_could_take_is_stuck_and_said() -> None:
+    """P14: nothing was asked of anybody, and the drain waited for ever (a reader's history)."""
+    node = protected_by("abf", "cd", XOR, {0: "ac", 2: "fd"}, {0: "f", 2: "d"}, rack="ad")
+    lose(node, "b")
+    node.tick(PATIENCE_S + MEMBER_AWAY_S + 1.0)
+    mark = leaves(node, "c")
+    node.tick(AGAIN_S)
+    left = remainder(node, "c", mark)
+    assert (left.slots, left.stuck) == (1, 1)
+    assert left.reasons == ("step 7, position 1 of parity group 0: no failure domain is left that could take it",)
+
+
+def test_what_leaves_goes_to_several_nodes() -> None:
+    """Of 512 nodes, 16 parts of ten that left all went to one, and its memory had to take them (a reader's measurement)."""
+    node = protected(steward("abcdef", spare="gh"))
+    mark, _ = (leaves(node, name) for name in "cf")
+    node.tick(AGAIN_S)
+    assert {(to, order.shard.parity_set.number) for to, order in orders(node, mark)} in ({("g", 0), ("h", 1)}, {("h", 0), ("g", 1)})
 
 
 def test_what_has_no_parity_yet_is_not_made_of_parity_elsewhere() -> None:

@@ -12,6 +12,8 @@ from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.uplink import Uplink
 from ckptd.core.protocol.messages import Departures, Remainder
 
+KNOWN_S = 5.0  # the steward says it twice a second; it is silent while it does not know
+
 
 class Leaving:
     """Forgotten with the process: a daemon that restarts stays until it is asked again."""
@@ -20,6 +22,7 @@ class Leaving:
         self._ctx, self._uplink = ctx, uplink
         self.going = False
         self.remainder: Remainder | None = None  # as the steward said last, in this session
+        self._heard_at = -1e9
         self._heard_in = ""  # the session in which it was said who leaves
         self._told = ""  # the session that knows us to be leaving
 
@@ -50,7 +53,7 @@ class Leaving:
 
     def on_remainder(self, message: Remainder) -> None:
         if self.going:
-            self.remainder = message
+            self.remainder, self._heard_at = message, self._ctx.now
 
     def clear(self) -> None:
         """Another epoch: its steward has not looked yet."""
@@ -58,8 +61,8 @@ class Leaving:
         self._ctx.leaving = frozenset()
 
     def view(self) -> dict[str, Any]:
-        """known: the steward has looked at what this node holds; the rest means nothing before."""
-        left = self.remainder
+        """known: the steward has just looked at what this node holds; the rest means nothing else."""
+        left = self.remainder if self._ctx.now - self._heard_at <= KNOWN_S else None
         return {
             "leaving": self.going,
             "known": left is not None,

@@ -13,12 +13,11 @@ from functools import partial
 from ckptd.core.ids import SnapshotId
 from ckptd.core.protocol.machine.context import Context
 from ckptd.core.protocol.machine.steward.certify import Certify
-from ckptd.core.protocol.machine.steward.parity import Parities
+from ckptd.core.protocol.machine.steward.parity import Move, Parities
 from ckptd.core.protocol.machine.steward.sessions import Sessions
 from ckptd.core.protocol.machine.steward.snapshot import SnapshotState
 from ckptd.core.protocol.machine.steward.table import SnapshotTable
 from ckptd.core.protocol.messages import Departures, Holders, Leaving, Remainder
-from ckptd.core.redundancy.parity_sets import NOBODY
 
 LOOK_S = 0.5
 AGAIN_S = 2.0  # what is still missing is asked for again after this; who leaves is said as often
@@ -28,6 +27,7 @@ FOLLOWS_S = 10.0  # so long a new snapshot may lean on leaving nodes before it c
 NAMED_MAX = 8  # reasons and snapshots in one message
 NO_DOMAIN = "no failure domain is left that could take it"
 LEFT_BEHIND = "this start has left it behind, and nobody copies it"
+UNREADABLE = "its layout cannot be read here; another release may have written it"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Draining:
         self._parities, self._certify = parities, certify
         certify.guards.follows = self.follows
         self._asked: dict[tuple[SnapshotId, int, int], float] = {}
+        self._staying: frozenset[str] = frozenset()  # domains of members that stay
         self._said: frozenset[str] = frozenset()
         self._said_at = self._until = self._looked_at = -1e9
 
@@ -72,7 +73,8 @@ class Draining:
         if not self._sessions.leaving or not self._certify.knows_all() or self._ctx.now - self._looked_at < LOOK_S:
             return
         self._looked_at = self._ctx.now
-        needs: list[Need] = []
+        self._staying = frozenset(map(self._ctx.domain, filter(self._sessions.stays, self._members())))
+        needs = [need for state in self._table.states.values() for need in self._unreadable(state)]
         falls: list[tuple[SnapshotId, int, int]] = []
         coming: list[Need] = []  # of snapshots that are so new that an older one still stands in for them
         for state, level, without, counts in self._short():
@@ -93,7 +95,13 @@ class Draining:
     def _hides(self) -> bool:
         """Something may come to light that only a leaving node holds: of what is not read yet, or when somebody speaks who is away
         or silent."""
-        return any(map(self._table.unread, self._table.states.values())) or any(self._sessions.waited_for())
+        coming = (state for state in self._table.states.values() if not self._table.unreadable_ranks(state))
+        return any(map(self._table.unread, coming)) or any(self._sessions.waited_for())
+
+    def _members(self) -> list[str]:
+        record = self._ctx.record
+        assert record is not None, "a steward has an epoch"
+        return [node.node for node in record.nodes]
 
     # --- who leaves ---------------------------------------------------------------------------------------------
     def on_tick(self) -> None:
@@ -181,16 +189,13 @@ class Draining:
         sets."""
         leaving = {node for node in state.nodes() if self._sessions.live(node) and not self._sessions.stays(node)}
         rest = leaving.difference(*(need.nodes for need in found))
-        stays = partial(self._is_another, rest)
-        if not rest or self._table.level_with(state, stays) >= level:
-            return
-        spared = self._table.spared_with(state, stays)
-        copies = [*self._copies(state, level, {rank for rank, losses in spared.items() if losses >= level})]
-        theirs = [need for need in copies if need.nodes & rest]
-        for need in theirs or copies:
-            yield need if theirs else replace(need, nodes=frozenset(rest))
-        if not copies:  # no slot has that data any more: parity makes it
-            yield Need((state.snapshot, NOBODY, 0), 0, 1, 0, frozenset(rest))
+        while rest and self._table.level_with(state, stays := partial(self._is_another, rest)) < level:
+            spared = self._table.spared_with(state, stays)
+            copies = [*self._copies(state, level, {rank for rank, losses in spared.items() if losses >= level})]
+            theirs = [need for need in copies if need.nodes & rest]
+            others = copies or [*self._made_anew(state)]  # no slot has that data any more: parity makes it
+            yield from theirs or (replace(need, nodes=frozenset(rest)) for need in others)
+            rest = rest.difference(*(need.nodes for need in theirs)) if theirs else set()
 
     def _is_another(self, nodes: set[str], other: str) -> bool:
         return other not in nodes and self._sessions.live(other)
@@ -213,10 +218,8 @@ class Draining:
 
     def _need(self, state: SnapshotState, holders: list[tuple[bool, int, str, int, int]], staying: set[str]) -> Need:
         """Leaving nodes come first among the holders."""
-        record, domain = self._ctx.record, self._ctx.domain
-        assert record is not None, "a steward has an epoch"
+        domain, free = self._ctx.domain, self._staying - staying
         leaving = frozenset(node for stays, _, node, _, _ in holders if not stays)
-        free = {n.domain for n in record.nodes if self._sessions.stays(n.node)} - staying
         _, _, first, rank, needed = next((h for h in holders if free - {domain(h[2])}), holders[0])
         tier = min(needed, max(1, self._ctx.policy.tolerates))
         layout = self._table.layouts[state.layout_ids[rank]]
@@ -227,9 +230,21 @@ class Draining:
         return Need(key, len(staying), 1, layout.live_bytes(tier), leaving, None if stuck else (first, ask), stuck)
 
     def _parity(self, state: SnapshotState) -> Iterator[Need]:
-        for move in self._parities.moves(state):
-            key = (state.snapshot, -1 - move.parity_set, move.position)
-            yield Need(key, 0, move.slots, move.nbytes, move.nodes, None, "" if move.places else NO_DOMAIN)
+        return map(partial(self._move, state), self._parities.moves(state))
+
+    def _made_anew(self, state: SnapshotState) -> Iterator[Need]:
+        return map(partial(self._move, state), self._parities.lost(state))
+
+    def _move(self, state: SnapshotState, move: Move) -> Need:
+        key = (state.snapshot, -1 - move.parity_set, move.position)
+        return Need(key, 0, move.slots, move.nbytes, move.nodes, None, "" if move.places else NO_DOMAIN)
+
+    def _unreadable(self, state: SnapshotState) -> Iterator[Need]:
+        """Nobody here knows what it needs."""
+        for rank in self._table.unreadable_ranks(state):
+            nodes = frozenset(self._sessions.leaving.intersection(state.holders.get(rank, ())))
+            if nodes:
+                yield Need((state.snapshot, rank, 0), 0, 1, 0, nodes, None, UNREADABLE)
 
     # --- asking -------------------------------------------------------------------------------------------------
     def _ask(self, needs: list[Need]) -> None:

@@ -108,6 +108,15 @@ class Parities:
         spare = self._spare(state)
         return [move for held in held_sets for move in self._moves_of(state, held, spare)]
 
+    def lost(self, state: SnapshotState) -> Iterator[Move]:
+        """Data that no slot holds any more."""
+        spare = self._spare(state)
+        for held in map(partial(self._held, state), self._parity_sets(state)):
+            for at in held.parity_set.ranks().values():
+                if not held.all_data.get(at):
+                    places = self._place_of(state, held, at, spare, anywhere=False, moves=False) is not None
+                    yield Move(held.parity_set.number, at, 1, held.parity_set.members[at].nbytes, frozenset(), places)
+
     def _moves_of(self, state: SnapshotState, held: Held, spare: list[str]) -> Iterator[Move]:
         parity_set = held.parity_set
         for at, member in enumerate(parity_set.members):
@@ -207,6 +216,7 @@ class Parities:
                 crowded |= lost or unmade
                 continue
             state.moved[parity_set, at] = to
+            spare.sort(key=to.__eq__)  # the next one goes elsewhere, if it can
             if lacks_data and (lost or any(held.all_shards.values())):  # without parity there is nothing to make it of
                 self._send(state, ParityShard(parity_set, at), to, sources, True)
             if not lost and lacks_shard:
@@ -236,7 +246,8 @@ class Parities:
         positions = state.positions.get(parity_set)
         chosen = state.moved.get((parity_set, at))
         first: list[str] = [*held.data.get(at, ()), *held.shards.get(at, ())]
-        first += [chosen] if chosen and domain(chosen) not in others else []
+        again = [chosen] if chosen else []
+        first += again if chosen and domain(chosen) not in others else []
         first += [positions[at]] if positions and domain(positions[at]) not in others else []
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_shards.get(at, ())]
         own = {positions[at]} & {*first} if positions else {*first}
@@ -248,7 +259,7 @@ class Parities:
                 leaving.append(node)
         if moves or leaving:
             return None if moves else leaving[0]
-        live = [node for node in (*first, *spare) if self._sessions.live(node)] if anywhere else []
+        live = [node for node in (*first, *again, *spare) if self._sessions.live(node)] if anywhere else []
         return min(live, key=lambda node: not self._sessions.stays(node), default=None)
 
     def _taken(self, state: SnapshotState, held: Held, at: int, moves: bool) -> list[str]:
@@ -274,10 +285,12 @@ class Parities:
         return found or ([positions[at]] if positions and self._sessions.live(positions[at]) else [])
 
     def _spare(self, state: SnapshotState) -> list[str]:
-        """All members, those that hold the least parity of it first."""
+        """All members, those that hold the least parity of it, or are to take it, first."""
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
         held = Counter(node for parity_set in state.shards.values() for nodes in parity_set.values() for node in nodes)
+        moved = state.moved.items()
+        held.update(to for (parity_set, at), to in moved if to not in state.shards.get(parity_set, {}).get(at, ()))
         return sorted((node.node for node in record.nodes), key=lambda node: (held[node], node))
 
     def _sources(self, state: SnapshotState, held: Held) -> tuple[Source, ...]:

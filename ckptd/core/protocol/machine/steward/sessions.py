@@ -18,6 +18,7 @@ class Session:
     id: str
     created_at: float
     opened_at: float  # since when it should have answered
+    unheard_since: float  # when it last was not live any more, however often its link has come back
     invited_at: float
     expected: int = 0
     early: dict[int, Fact] = field(default_factory=dict)
@@ -57,9 +58,11 @@ class Sessions:
         self._count += 1
         self.leaving.discard(node)  # it says so again
         me = self._ctx.me
-        since = now if session is None or session.established else session.opened_at  # whoever never answers is not waited for
+        since, unheard = now, now
+        if session is not None and not session.established:  # whoever never answers is not waited for
+            since, unheard = session.opened_at, session.unheard_since
         name = f"{me.node}.{me.incarnation}.{now}.{self._count}"  # a machine made anew in the same process counts from zero, later
-        self.by_node[node] = Session(name, now, since, now)
+        self.by_node[node] = Session(name, now, since, unheard, now)
         self._reset(node)
         self._hello(node)
 
@@ -101,6 +104,7 @@ class Sessions:
         when it has answered in this session what it is asked from now on."""
         session = self.by_node.get(node)
         if session is not None:
+            session.unheard_since = self._ctx.now if session.established else session.unheard_since
             session.turn, session.established, session.opened_at = session.turn + 1, False, self._ctx.now
             if self._ctx.is_up(node):
                 self._hello(node)
@@ -132,8 +136,8 @@ class Sessions:
         """Who is away or silent, and not for so long that it counts as gone."""
         patience = self._ctx.policy.steward_timeout_s + MEMBER_AWAY_S
         for node, session in self.by_node.items():
-            silent = self._ctx.is_up(node) and not session.established and self._ctx.now - session.opened_at <= patience
-            if silent or not (self._ctx.is_up(node) or self._ctx.lost(node, MEMBER_AWAY_S)):
+            short = self._ctx.now - session.unheard_since <= patience and not self._ctx.lost(node, MEMBER_AWAY_S)
+            if short and not self.live(node):
                 yield node
 
     def members_live(self) -> bool:

@@ -7,6 +7,7 @@ as a table, which ``python -m tests.states --write`` makes from here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -93,13 +94,14 @@ class SnapshotState:
         found = {node for nodes in self.holders.values() for node in nodes}
         return found.union(*(nodes for held in self.shards.values() for nodes in held.values()))
 
-    def vouching(self, rank: int) -> list[str]:
-        """Nodes that know the layout of this rank: holders of its slot, and of parity of its parity set."""
-        parity_sets = [held for parity_set, held in self.shards.items() if rank in parity_set.ranks()]
-        return [
-            *self.holders.get(rank, ()),
-            *sorted({node for held in parity_sets for nodes in held.values() for node in nodes}),
-        ]
+    def vouching(self, ranks: Iterable[int]) -> dict[int, list[str]]:
+        """rank -> nodes that know its layout: holders of its slot, and of parity of its parity set."""
+        found = {rank: [*self.holders.get(rank, ())] for rank in ranks}
+        for parity_set, held in self.shards.items() if found else ():
+            nodes = sorted({node for nodes in held.values() for node in nodes})
+            for rank in found.keys() & parity_set.ranks():
+                found[rank] += nodes
+        return found
 
     @property
     def certified(self) -> bool:

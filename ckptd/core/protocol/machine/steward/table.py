@@ -31,6 +31,7 @@ class SnapshotTable:
         self._ctx, self._live = ctx, live
         self.states: dict[SnapshotId, SnapshotState] = {}
         self.layouts: dict[str, Layout] = {}
+        self.unreadable: set[str] = set()  # of layouts, as they were sent
         self._leaves: dict[str, dict[str, bytes]] = {}  # digest of a table that is not known -> of which layouts
         self._studied: dict[frozenset[str], None] = {}  # layouts of one snapshot, by name
         self._studying: set[frozenset[str]] = set()
@@ -52,6 +53,7 @@ class SnapshotTable:
         self.heard.clear()
         self.dirty.clear()
         self._leaves.clear()
+        self.unreadable.clear()
 
     # --- writing ------------------------------------------------------------------------------------------------
     def add(self, node: str, fact: HoldingFact) -> None:
@@ -140,8 +142,10 @@ class SnapshotTable:
                 self._leaves.setdefault(error.digest, {})[name] = data
                 continue
             except ValueError:
-                continue  # not a layout: whoever sent it holds something nobody can use
+                self.unreadable.add(name)  # not a layout that this release knows; it is asked for again
+                continue
             self.layouts[name] = layout
+            self.unreadable.discard(name)
             self.dirty.update(self.states)  # what becomes of one may depend on what the newer ones are
             self.learn_layouts(self._leaves.pop(layout.fragments.table.digest, {}))
 
@@ -258,9 +262,14 @@ class SnapshotTable:
     def unread(self, state: SnapshotState) -> bool:
         """A layout is on its way from a live holder, or what they say together is: until then nothing can be said about this
         snapshot."""
-        if any(name not in self.layouts and any(map(self._live, state.vouching(rank))) for rank, name in state.layout_ids.items()):
+        missing = [rank for rank, name in state.layout_ids.items() if name not in self.layouts]
+        if any(any(map(self._live, nodes)) for nodes in state.vouching(missing).values()):
             return True
         return state.classes is None and bool(self._studying) and frozenset(state.layout_ids.values()) in self._studying
+
+    def unreadable_ranks(self, state: SnapshotState) -> list[int]:
+        """What was sent as their layouts is none: a newer release may have written it."""
+        return [rank for rank, name in state.layout_ids.items() if name in self.unreadable]
 
     def knows_layouts(self, state: SnapshotState) -> bool:
         return all(name in self.layouts for name in state.layout_ids.values())
@@ -312,11 +321,13 @@ class SnapshotTable:
         for state in self.states.values():
             if state.classes is not None and len(state.classes.alone) == len(state.layout_ids):  # made of all of its layouts
                 continue
-            for rank, name in state.layout_ids.items():
+            missing = {rank: name for rank, name in state.layout_ids.items() if name not in self.layouts}
+            vouching = state.vouching(missing)
+            for rank, name in missing.items():
                 what = tables.get(name, name)
-                if name in self.layouts or what in asked:
+                if what in asked:
                     continue
-                node = next(filter(self._live, state.vouching(rank)), None)
+                node = next(filter(self._live, vouching[rank]), None)
                 if node is not None:
                     asked.add(what)
                     self._ctx.send(node, LayoutRequest(number, name, name in tables))
