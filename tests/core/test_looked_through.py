@@ -160,6 +160,30 @@ def test_what_is_no_layout_is_said_to_be_left_on_who_holds_it_and_keeps_nobody_e
     assert remainders(node, 8)[-1] == 0
 
 
+def test_what_is_no_layout_keeps_all_that_hold_something_of_its_snapshot() -> None:
+    """P3: what the others hold of it may be all there is (a reader's history)."""
+    node = steward(record_of("abcd", ancestry=(at(5, OLD),)))
+    for name, ranks in (("b", (0, 1)), ("c", (2,)), ("d", (3,))):
+        held = [fact(5, rank, epoch=OLD, world=4) for rank in ranks]
+        node.others[name].tell_inventory(*held, layouts=[layout(rank, 4) for rank in range(3)], certified=((at(5, OLD), 0, False),))
+    node.others["c"].tell(msg.Leaving(EPOCH, True))
+    assert remainders(node, 8) == []
+    node.hear("d", msg.LayoutReply(EPOCH, {layout(3, 4).layout_id: b"of another release"}))
+    assert remainders(node, 8)[-1] == 1
+
+
+def test_who_went_when_nothing_was_left_of_it_holds_up_nobody() -> None:
+    """The next that leaves was told nothing for steward_timeout_s and 20 s (a reader's history)."""
+    node = steward(record_of("abcd")).greet()
+    for name in "bc":
+        node.others[name].tell(msg.Leaving(EPOCH, True))
+    assert remainders(node, 4)[-1] == 0
+    node.feed(ev.NodeDown("b"))
+    assert remainders(node, 4)[-1] == 0
+    node.feed(ev.NodeDown("d"))
+    assert remainders(node, 4) == [], "it has not said that it leaves"
+
+
 def test_that_nothing_is_left_is_known_while_it_is_said() -> None:
     """P3: the steward is silent where it does not know, and what it had said before stood (a reader's history)."""
     node = Member(record_of("abc"))

@@ -185,6 +185,21 @@ def test_what_leaves_goes_to_several_nodes() -> None:
     assert {(to, order.shard.parity_set.number) for to, order in orders(node, mark)} in ({("g", 0), ("h", 1)}, {("h", 0), ("g", 1)})
 
 
+def test_who_has_no_memory_for_what_leaves_is_asked_last() -> None:
+    """P14: it was asked for ever, and the drain waited beside a node that has room (a reader's history)."""
+    node = protected(steward(spare="de"))
+    mark = leaves(node, "c")
+    assert {to for to, _, _ in ordered(node, mark)} == {"d"}
+    node.others["d"].tell(msg.Shortage(EPOCH, True, "no memory"))
+    mark = node.mark
+    node.tick(AGAIN_S)
+    assert {to for to, _, _ in ordered(node, mark)} == {"e"}
+    node.others["d"].tell(msg.Shortage(EPOCH, False, ""))
+    mark = node.mark
+    node.tick(AGAIN_S)
+    assert {to for to, _, _ in ordered(node, mark)} == {"e"}, "where it is being made"
+
+
 def test_what_has_no_parity_yet_is_not_made_of_parity_elsewhere() -> None:
     node = steward().capture(7)
     mark = leaves(node, "c")

@@ -37,6 +37,9 @@ class DegradationLevel:
     def forget(self, node: str) -> None:
         self._short.pop(node, None)
 
+    def is_short(self, node: str) -> bool:
+        return node in self._short
+
     def shortages(self) -> list[str]:
         """Why copies or parity cannot be made for want of memory, in the words of the nodes that are live."""
         return [why for node, why in sorted(self._short.items()) if self._sessions.live(node)]

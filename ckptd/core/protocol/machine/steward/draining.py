@@ -53,12 +53,14 @@ class Draining:
         certify.guards.follows = self.follows
         self._asked: dict[tuple[SnapshotId, int, int], float] = {}
         self._staying: frozenset[str] = frozenset()  # domains of members that stay
+        self._may_go: frozenset[str] = frozenset()  # nodes that were told last that nothing is left
         self._said: frozenset[str] = frozenset()
         self._said_at = self._until = self._looked_at = -1e9
 
     def clear(self) -> None:
         self._asked.clear()
         self._said, self._said_at, self._until = frozenset(), -1e9, -1e9
+        self._may_go = frozenset()
 
     def on_leaving(self, sender: str, message: Leaving) -> None:
         if message.leaving:
@@ -96,7 +98,8 @@ class Draining:
         """Something may come to light that only a leaving node holds: of what is not read yet, or when somebody speaks who is away
         or silent."""
         coming = (state for state in self._table.states.values() if not self._table.unreadable_ranks(state))
-        return any(map(self._table.unread, coming)) or any(self._sessions.waited_for())
+        back = (node for node in self._sessions.waited_for() if node not in self._may_go & self._sessions.leaving)
+        return any(map(self._table.unread, coming)) or any(back)
 
     def _members(self) -> list[str]:
         record = self._ctx.record
@@ -121,6 +124,7 @@ class Draining:
 
     def _tell_remainder(self, node: str, needs: list[Need], falls: list[tuple[SnapshotId, int, int]]) -> None:
         own = [need for need in needs if node in need.nodes]
+        self._may_go = self._may_go - {node} if own else self._may_go | {node}
         stuck = [need for need in own if need.stuck]
         reasons = sorted({f"{_named(need)}: {need.stuck}" for need in stuck})
         self._ctx.send(
@@ -240,11 +244,10 @@ class Draining:
         return Need(key, 0, move.slots, move.nbytes, move.nodes, None, "" if move.places else NO_DOMAIN)
 
     def _unreadable(self, state: SnapshotState) -> Iterator[Need]:
-        """Nobody here knows what it needs."""
-        for rank in self._table.unreadable_ranks(state):
-            nodes = frozenset(self._sessions.leaving.intersection(state.holders.get(rank, ())))
-            if nodes:
-                yield Need((state.snapshot, rank, 0), 0, 1, 0, nodes, None, UNREADABLE)
+        """Nobody here knows what it needs, of any rank."""
+        for rank in self._table.unreadable_ranks(state)[:1]:
+            nodes = frozenset(self._sessions.leaving & state.nodes())
+            yield Need((state.snapshot, rank, 0), 0, 1, 0, nodes, None, UNREADABLE)
 
     # --- asking -------------------------------------------------------------------------------------------------
     def _ask(self, needs: list[Need]) -> None:

@@ -8,7 +8,7 @@ gone for a while, or at once when a flush needs it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,6 +59,7 @@ class Move:
 class Parities:
     def __init__(self, ctx: Context, sessions: Sessions, table: SnapshotTable) -> None:
         self._ctx, self._sessions, self._table = ctx, sessions, table
+        self.is_short: Callable[[str], bool] = lambda node: False  # of memory; see Steward
         self._short_since: dict[
             SnapshotId, float
         ] = {}  # below what is wanted, with data that only parity can bring
@@ -216,7 +217,9 @@ class Parities:
                 crowded |= lost or unmade
                 continue
             state.moved[parity_set, at] = to
-            spare.sort(key=to.__eq__)  # the next one goes elsewhere, if it can
+            if to in spare:  # the next one goes elsewhere, if it can
+                spare.remove(to)
+                spare.append(to)
             if lacks_data and (lost or any(held.all_shards.values())):  # without parity there is nothing to make it of
                 self._send(state, ParityShard(parity_set, at), to, sources, True)
             if not lost and lacks_shard:
@@ -246,8 +249,8 @@ class Parities:
         positions = state.positions.get(parity_set)
         chosen = state.moved.get((parity_set, at))
         first: list[str] = [*held.data.get(at, ()), *held.shards.get(at, ())]
-        again = [chosen] if chosen else []
-        first += again if chosen and domain(chosen) not in others else []
+        again = [chosen] if chosen and not self.is_short(chosen) else []
+        first += [node for node in again if domain(node) not in others]
         first += [positions[at]] if positions and domain(positions[at]) not in others else []
         first += [] if moves else [*held.all_data.get(at, ()), *held.all_shards.get(at, ())]
         own = {positions[at]} & {*first} if positions else {*first}
@@ -285,13 +288,13 @@ class Parities:
         return found or ([positions[at]] if positions and self._sessions.live(positions[at]) else [])
 
     def _spare(self, state: SnapshotState) -> list[str]:
-        """All members, those that hold the least parity of it, or are to take it, first."""
+        """All members, those that have memory and hold the least parity of it, or are to take it, first."""
         record = self._ctx.record
         assert record is not None, "a steward has an epoch"
         held = Counter(node for parity_set in state.shards.values() for nodes in parity_set.values() for node in nodes)
         moved = state.moved.items()
         held.update(to for (parity_set, at), to in moved if to not in state.shards.get(parity_set, {}).get(at, ()))
-        return sorted((node.node for node in record.nodes), key=lambda node: (held[node], node))
+        return sorted((node.node for node in record.nodes), key=lambda node: (self.is_short(node), held[node], node))
 
     def _sources(self, state: SnapshotState, held: Held) -> tuple[Source, ...]:
         """Also on leaving nodes."""

@@ -55,6 +55,7 @@ class Steward:
         self.grants = Grants(ctx, self.sessions, self.table)
         self.parities = Parities(ctx, self.sessions, self.table)
         self.degradation = DegradationLevel(ctx, self.sessions, self.table)
+        self.parities.is_short = self.degradation.is_short
         self.sessions.life = self.life
         self.sessions.waits = self._waits
         self.certify = Certify(ctx, self.sessions, self.table, self.grants, self.parities)

@@ -269,7 +269,7 @@ class SnapshotTable:
 
     def unreadable_ranks(self, state: SnapshotState) -> list[int]:
         """What was sent as their layouts is none: a newer release may have written it."""
-        return [rank for rank, name in state.layout_ids.items() if name in self.unreadable]
+        return [rank for rank, name in state.layout_ids.items() if name in self.unreadable] if self.unreadable else []
 
     def knows_layouts(self, state: SnapshotState) -> bool:
         return all(name in self.layouts for name in state.layout_ids.values())
