@@ -33,7 +33,7 @@ class Times:
 class Large(World):
     """No faults but the one that is asked for; every node with a domain of its own."""
 
-    def __init__(self, size: int, seed: int = 1) -> None:
+    def __init__(self, size: int, seed: int = 3) -> None:  # in one of 5 n + 1 the books of few ranks wait as those of thousands
         super().__init__(seed)
         self.policy = Policy(replicas=1, own_slots=3, flush_every_steps=0, steward_timeout_s=20.0, durable=False,
                              join_timeout_s=60.0, restore_timeout_s=120.0, inventory_timeout_s=20.0)  # fmt: skip
