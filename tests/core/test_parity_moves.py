@@ -55,6 +55,17 @@ def remainder(node: Steward, name: str, since: int) -> msg.Remainder:
     return node.said(msg.Remainder, name, since)[-1]
 
 
+def left_while_copied(node: Steward, name: str, to: str) -> list[int]:
+    """So many slots this node, which leaves, is told are left, look by look; what copies are asked for come to be on another."""
+    mark, left = leaves(node, name), []
+    for _ in range(3):
+        node.tick(AGAIN_S)
+        left.append(remainder(node, name, mark).slots)
+        for rank in {ask.rank for asked in "abcd" for ask in node.said(msg.Holders, asked, mark)}:
+            node.others[to].held(fact(7, rank, world=3))
+    return left
+
+
 def test_what_a_leaving_node_holds_of_a_parity_set_moves_to_a_spare() -> None:
     node = protected(steward())
     mark = leaves(node, "c")
@@ -109,13 +120,7 @@ def test_parity_that_came_to_live_beside_another_position_is_made_up_for_by_copi
     (shard,) = [order.shard for to, order in orders(node) if to == "c"]
     make(node, "e", shard)
     node.others["d"].held(fact(7, 2, world=3))
-    mark = leaves(node, "c")
-    left = []
-    for _ in range(3):
-        node.tick(AGAIN_S)
-        left.append(remainder(node, "c", mark).slots)
-        for rank in {ask.rank for name in "abcd" for ask in node.said(msg.Holders, name, mark)}:
-            node.others["f"].held(fact(7, rank, world=3))
+    left = left_while_copied(node, "c", to="f")
     assert left[0] > 0 == left[-1], left
 
 
@@ -124,13 +129,7 @@ def test_copies_that_stand_in_for_parity_not_made_yet_are_needed() -> None:
     node = steward(spare="de").capture(7)
     for rank, name in enumerate("dcd"):
         node.others[name].held(fact(7, rank, 1, world=3))
-    mark = leaves(node, "c")
-    left = []
-    for _ in range(2):
-        node.tick(AGAIN_S)
-        left.append(remainder(node, "c", mark).slots)
-        for rank in {ask.rank for name in "abcd" for ask in node.said(msg.Holders, name, mark)}:
-            node.others["e"].held(fact(7, rank, world=3))
+    left = left_while_copied(node, "c", to="e")
     assert (node.level(7), left[0] > 0, left[-1]) == (1, True, 0), left
 
 
