@@ -67,12 +67,13 @@ class Forked:
 
 
 class ForkedCommand(Forked):
-    """``ckptd ARGUMENTS`` in a process forked from tests/cluster/node_template.py, with what of Popen's is used here."""
+    """``ckptd ARGUMENTS`` in a process forked from tests/cluster/node_template.py, with what of Popen's is used here.
+    ``before``: a module that it imports first."""
 
-    def __init__(self, arguments: Sequence[str], env: dict[str, str], out: IO[bytes], err: IO[bytes]) -> None:
+    def __init__(self, arguments: Sequence[str], env: dict[str, str], out: IO[bytes], err: IO[bytes], before: str = "") -> None:
         self.returncode: int | None = None
         self._said, status = os.pipe()
-        order = {"env": env, "uid": 0, "job": json.dumps(arguments), "kind": "ckptd"}
+        order = {"env": env, "uid": 0, "job": json.dumps(arguments), "kind": before}
         with open(os.devnull, "rb") as nothing:
             super().__init__("tests.cluster.node_template", order, [nothing.fileno(), out.fileno(), err.fileno(), status])
         os.close(status)

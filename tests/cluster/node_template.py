@@ -8,6 +8,7 @@ with that program's arguments, environment and descriptors. Trials and the tests
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import sys
@@ -22,12 +23,17 @@ from ckptd.cli import main as ckptd
 from ckptd.core import failpoint
 from tests.cluster import template
 
-IMPORTS = ("uvloop", "ckptd.cli.app", "ckptd.daemon", "ckptd.daemon.server")
+IMPORTS = (
+    "uvloop", "ckptd.cli.app", "ckptd.daemon", "ckptd.daemon.server", "ckptd.export.export", "ckptd.imports.hints",
+    "ckptd.imports.write",
+)  # fmt: skip
 STATUS_FD = 3  # where a process that ends by itself says its status; one that is killed says nothing
 
 
 def command(arguments: str, kind: str) -> NoReturn:
-    """``arguments``: JSON."""
+    """``arguments``: JSON. ``kind``: a module to be imported before, or none."""
+    if kind:
+        importlib.import_module(kind)
     keeper.run_under_keeper = _stay_keeper
     os.execvpe = _stay_daemon  # type: ignore[assignment]
     named = ModuleSpec("ckptd.__main__", None)  # the daemon's own children look here for what they are to import

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +35,8 @@ from tests.core.worlds import rows_of
 from tests.node import format_reader
 from tests.node.checkpoints import JOB, World, check_all, epoch_record, make_world, save, small_world
 from tests.node.commands import Cli
+from tests.node.started import Started
 from tests.node.test_example_reader import SCRIPT
-from tests.node.test_import_parts import SCRIPT as COMMAND
 from tests.node.test_persist_damage import flip
 from tests.waiting import until
 
@@ -125,15 +122,10 @@ def test_parts_and_a_kill(tmp_path: Path) -> None:
     """Two processes share it; one that was killed is gone on from."""
     world = small_world(rows=4000)
     _, source = saved(tmp_path / "root", world)
-    run = [sys.executable, "-c", COMMAND, "export", source, str(tmp_path / "copy"), "--to", "ckptd", "--json"]
-    env = {**os.environ, "PART_BYTES": str(PART_BYTES), "DIES_AT": "2"}
-    assert subprocess.run(run, env=env, capture_output=True).returncode == -signal.SIGKILL
+    run = ("export", source, tmp_path / "copy", "--to", "ckptd", "--json")
+    Started(*run, part_bytes=PART_BYTES, dies_at=2).killed()
     assert list_commits(PosixStorage(str(tmp_path / "copy")), JOB) == []
-    env["DIES_AT"] = "-1"
-    part, last = (
-        json.loads(subprocess.run([*run, *more], env=env, capture_output=True, text=True, check=True).stdout)
-        for more in (["--part", "2/2"], [])
-    )
+    part, last = (Started(*run, *more, part_bytes=PART_BYTES).report() for more in (["--part", "2/2"], []))
     assert part["written"] > 2 * PART_BYTES and part["reused"] == 0
     assert last["reused"] >= part["written"] + PART_BYTES and last["written"] + last["reused"] == last["nbytes"]
     with Checkpoint.open(PosixStorage(str(tmp_path / "copy")), JOB, SNAPSHOT) as checkpoint:
@@ -143,15 +135,13 @@ def test_parts_and_a_kill(tmp_path: Path) -> None:
 def test_ctrl_c_ends_it_in_words_and_the_same_goes_on(tmp_path: Path) -> None:
     world = small_world(rows=4000)
     _, source = saved(tmp_path / "root", world)
-    run = [sys.executable, "-c", COMMAND, "export", source, str(tmp_path / "copy"), "--to", "ckptd", "--json"]
-    env = {**os.environ, "PART_BYTES": str(PART_BYTES), "DIES_AT": "-1", "CKPTD_FAILPOINT": "persist.write.report:sleep=1"}
-    slow = subprocess.Popen(run, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = ("export", source, tmp_path / "copy", "--to", "ckptd", "--json")
+    slow = Started(*run, part_bytes=PART_BYTES, failpoint="persist.write.report:sleep=1")
     until(lambda: any((tmp_path / "copy").rglob("*.report*")), 60, "its first part")
     slow.send_signal(signal.SIGINT)
-    _, said = slow.communicate(timeout=120)
+    _, said = slow.communicate()
     assert slow.returncode == 1 and "cancelled" in said and "Traceback" not in said
-    again = subprocess.run(run, env=env | {"CKPTD_FAILPOINT": ""}, capture_output=True, text=True, check=True)
-    assert json.loads(again.stdout)["reused"] > 0
+    assert Started(*run, part_bytes=PART_BYTES).report()["reused"] > 0
     with Checkpoint.open(PosixStorage(str(tmp_path / "copy")), JOB, SNAPSHOT) as checkpoint:
         check_all(checkpoint, world)
 

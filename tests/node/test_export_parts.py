@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,13 @@ from ckptd.core.errors import CkptdError
 from ckptd.export import dcp as dcp_form
 from ckptd.export.export import Report, Request, export
 from ckptd.export.journal import NAME, Journal
-from tests.cluster.nodes import REPO
 from tests.node.checkpoints import World
 from tests.node.commands import Cli
+from tests.node.started import Started
 from tests.node.test_export_written import TENSORS, Killed, of_world, opened, raw, saved
 from tests.node.trained import trained
 
 COUNT = 3
-RUN_TIMEOUT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +71,12 @@ def test_parts_one_after_the_other_are_all_of_it(original: tuple[Path, World], t
 def test_processes_side_by_side(original: tuple[Path, World], tmp_path: Path) -> None:
     """All of them begin it at once; one of them makes the frame of the file."""
     source, world = original
-    command = [sys.executable, "-m", "ckptd", "export", source, tmp_path / "out", "--to", "torch", "--json"]
+    command = ["export", source, tmp_path / "out", "--to", "torch", "--json"]
     command += [word for pattern in TENSORS for word in ("--only", pattern)]
-    made = [
-        subprocess.Popen([*map(str, command), "--part", f"{number}/{COUNT}"], cwd=REPO, stdout=subprocess.PIPE, text=True)
-        for number in range(1, COUNT + 1)
-    ]
-    told = [json.loads(process.communicate(timeout=RUN_TIMEOUT_S)[0]) for process in made]
+    made = [Started(*command, "--part", f"{number}/{COUNT}") for number in range(1, COUNT + 1)]
+    told = [process.report() for process in made]
     assert [row["part"] for row in told] == ["1/3", "2/3", "3/3"] and not (tmp_path / "out").exists()
-    done = subprocess.run([*map(str, command)], cwd=REPO, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=True)
-    report = json.loads(done.stdout)
+    report = Started(*command).report()
     assert report["written"] == 0 and report["reused"] == report["nbytes"] == sum(row["written"] for row in told)
     check(tmp_path / "out", "torch", world)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from ckptd.persist.storage.posix import PosixStorage
 from tests.node.checkpoints import epoch_record
 from tests.node.commands import Cli
 from tests.node.imports import JOB, STEP, Net, restored, run_import
+from tests.node.started import Started
 from tests.node.test_import_twice import rewritten as rewritten_metadata
 
 # Of protocol 0, as text: c MODULE NAME, arguments, R.
@@ -233,9 +232,7 @@ def test_what_was_killed_is_imported_by_the_same_command(cli: Cli, tmp_path: Pat
     net = Net()
     torch.save({"model": net.state_dict()}, tmp_path / "c.pt")
     told = ["--from", "torch", "--job", JOB, "--step", str(STEP), "--storage-root", str(tmp_path / "root")]
-    env = {**os.environ, "CKPTD_FAILPOINT": f"{where}:kill"}
-    killed = subprocess.run([sys.executable, "-m", "ckptd", "import", str(tmp_path / "c.pt"), *told], env=env, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    Started("import", tmp_path / "c.pt", *told, failpoint=f"{where}:kill").killed()
     run_import(cli, tmp_path / "c.pt", "torch", tmp_path / "root")
     other = Net(fill=0.5)
     restored(tmp_path / "root", model=other)

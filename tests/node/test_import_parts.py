@@ -22,30 +22,13 @@ from ckptd.persist.storage.factory import storage_at
 from tests.cluster.nodes import REPO
 from tests.node.commands import Cli
 from tests.node.imports import JOB, STEP, restored, run_import
+from tests.node.started import RUN_TIMEOUT_S, Started
 from tests.node.test_persist_damage import flip
 from tests.waiting import until
 
 PART_BYTES = 256 << 10
 COUNT = 3
-RUN_TIMEOUT_S = 300.0
 ROWS = 40_000  # of 4 bytes: a tensor is less than a part, two are more
-
-# The command line with small parts; it dies before the report of part DIES_AT is written (from 0 on; -1: it does not).
-SCRIPT = """
-import os, signal, sys
-from ckptd.persist import parts as write
-write.PART_BYTES = int(os.environ["PART_BYTES"])
-written, real = [], write.write_chunks
-def counted(*args, **more):
-    report = real(*args, **more)
-    if len(written) == int(os.environ["DIES_AT"]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    written.append(report)
-    return report
-write.write_chunks = counted
-from ckptd.cli import main
-main()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -65,27 +48,9 @@ def state() -> dict[str, torch.Tensor]:
     return {**made, "large": torch.arange(5 * ROWS).double().reshape(5, ROWS), "none": torch.empty(0, 3)}
 
 
-def command(source: Path, root: Path, *more: str) -> list[str]:
-    flags = ["--from", "torch", "--job", JOB, "--step", str(STEP), "--storage-root", str(root), "--json", *more]
-    return [sys.executable, "-c", SCRIPT, "import", str(source), *flags]
-
-
-def run(source: Path, root: Path, *more: str, dies_at: int = -1, failpoint: str = "") -> subprocess.Popen[str]:
-    env = {**os.environ, "PART_BYTES": str(PART_BYTES), "DIES_AT": str(dies_at), "CKPTD_FAILPOINT": failpoint}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command(source, root, *more), cwd=REPO, env=env, text=True, **pipes)
-
-
-def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = process.communicate(timeout=RUN_TIMEOUT_S)
-    assert process.returncode == 0
-    report: dict[str, Any] = json.loads(out)
-    return report
-
-
-def killed(process: subprocess.Popen[str]) -> None:
-    process.communicate(timeout=RUN_TIMEOUT_S)
-    assert process.returncode == -9
+def run(source: Path, root: Path, *more: str, dies_at: int = -1, failpoint: str = "") -> Started:
+    flags = ("--from", "torch", "--job", JOB, "--step", STEP, "--storage-root", root, "--json", *more)
+    return Started("import", source, *flags, failpoint=failpoint, part_bytes=PART_BYTES, dies_at=dies_at)
 
 
 def check(root: Path, report: dict[str, Any]) -> None:
@@ -116,7 +81,7 @@ def given_up(monkeypatch: pytest.MonkeyPatch, cli: Cli, source: Path, root: Path
 @pytest.mark.parametrize("dies_at", [0, 3])
 def test_a_killed_one_goes_on(cli: Cli, source: Path, tmp_path: Path, dies_at: int) -> None:
     root = tmp_path / "root"
-    killed(run(source, root, dies_at=dies_at))
+    run(source, root, dies_at=dies_at).killed()
     report = run_import(cli, source, "torch", root)
     assert (report["reused"] > 0) is (dies_at > 0) and report["written"] > 0
     check(root, report)
@@ -126,7 +91,7 @@ def test_one_that_dies_at_its_end_writes_nothing_again(cli: Cli, source: Path, t
     """The epoch that it has claimed is its own."""
     root = tmp_path / "root"
     for failpoint in ("persist.claim.published", "persist.commit.checked", "persist.commit.checked"):
-        killed(run(source, root, failpoint=f"{failpoint}:kill"))
+        run(source, root, failpoint=f"{failpoint}:kill").killed()
     report = run_import(cli, source, "torch", root)
     assert report["written"] == 0 and report["path"].startswith(f"{root}/{os.getuid()}/{JOB}/epoch-000001/")
     check(root, report)
@@ -193,8 +158,8 @@ def test_processes_side_by_side(cli: Cli, source: Path, tmp_path: Path) -> None:
     """One of them dies; who comes last makes up for it. Each writes what is its own."""
     root = tmp_path / "root"
     shares = [run(source, root, "--part", f"{number}/{COUNT}", dies_at=1 if number == 2 else -1) for number in (1, 2, 3)]
-    killed(shares[1])
-    told = [ended(shares[0]), ended(shares[2])]
+    shares[1].killed()
+    told = [shares[0].report(), shares[2].report()]
     assert all(row["path"] == "" and row["written"] > 0 and row["reused"] == 0 for row in told)
     assert not list(root.rglob("manifest.json"))
     report = run_import(cli, source, "torch", root)
@@ -206,7 +171,7 @@ def test_two_of_the_same_are_one(source: Path, tmp_path: Path) -> None:
     """Both write all of it: whoever is late commits what is committed, or hears of the other. Each counted on its own files."""
     root = tmp_path / "root"
     both = [run(source, root) for _ in range(3)]
-    done = [json.loads(out) for out in [process.communicate(timeout=RUN_TIMEOUT_S)[0] for process in both] if out]
+    done = [json.loads(out) for out in [process.communicate()[0] for process in both] if out]
     assert 0 in {process.returncode for process in both}
     check(root, done[0])
 
@@ -221,7 +186,7 @@ def test_who_comes_while_another_one_commits_commits_the_same(source: Path, tmp_
         until(lambda: is_stopped(both[-1]), RUN_TIMEOUT_S, "it to stand still")
     for process in both:
         process.send_signal(signal.SIGCONT)
-        process.communicate(timeout=RUN_TIMEOUT_S)
+        process.communicate()
     assert both[0].returncode == 0
     (path,) = root.rglob("manifest.json")
     assert verify(str(path.parent)).problems == []
@@ -237,12 +202,12 @@ def test_of_two_different_ones_one_is_committed(tmp_path: Path, place: str) -> N
     first = run(sources[0], root, failpoint=f"{place}:stop_once={tmp_path / 'stopped'}")
     until(lambda: is_stopped(first), RUN_TIMEOUT_S, "it to stand still")
     early = run(sources[1], root)
-    assert "another import of this job is being committed" in early.communicate(timeout=RUN_TIMEOUT_S)[1] and early.returncode
+    assert "another import of this job is being committed" in early.communicate()[1] and early.returncode
     (claim,) = (root / str(os.getuid()) / JOB / "epochs").iterdir()
     os.utime(claim, (claim.stat().st_mtime - write.COMMITS_WITHIN_S,) * 2)
-    second = ended(run(sources[1], root))
+    second = run(sources[1], root).report()
     first.send_signal(signal.SIGCONT)
-    first.communicate(timeout=RUN_TIMEOUT_S)
+    first.communicate()
     assert first.returncode != 0
     assert verify(second["path"]).problems == []
     found = {key: torch.full_like(value, 7) for key, value in state().items()}
@@ -251,7 +216,7 @@ def test_of_two_different_ones_one_is_committed(tmp_path: Path, place: str) -> N
     assert [path.parent for path in root.rglob("manifest.json")] == [Path(second["path"])]
 
 
-def is_stopped(process: subprocess.Popen[str]) -> bool:
+def is_stopped(process: Started) -> bool:
     assert process.poll() is None, "it ended"
     return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
