@@ -4,8 +4,8 @@
 # Pip's own settings (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) choose where packages, and which build of torch, come from.
 
 PYTHON ?= python3
-# Five on two cores: a test waits for disks or for its own processes a third of the time (557 s with four, 509 with five).
-TEST_WORKERS ?= 5
+# Six on two cores: a test waits for disks or for its own processes a third of the time.
+TEST_WORKERS ?= 6
 TEST_ARGS ?=
 MUTANTS_ARGS ?=
 BIN := .venv/bin
@@ -65,7 +65,7 @@ $(AZURITE): tests/azurite.txt
 demo: $(STAMP)
 	@$(RUN_ENV) $(BIN)/ckptd demo
 
-# The tests are collected once before, where nothing is compiled yet: else five workers compile all of them at the same time.
+# The tests are collected once before, where nothing is compiled yet: else all workers compile all of them at the same time.
 # Every part runs, mypy beside pytest, whose closing line is the end unless something failed; the status is nonzero then.
 test: $(STAMP)
 	@failed=""; said=$$(mktemp); \

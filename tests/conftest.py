@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 FOLDER = pytest.StashKey[str]()
 END_TIMEOUT_S = 60.0
-LONGEST = (  # half a minute and more on two quiet cores
+LONGEST = (  # half a minute and more on two quiet cores; and the house's, of which each process would parse all files anew
     "tests/sim/test_sim.py", "tests/cluster/test_retention_beside_restore.py", "tests/cluster/test_readme.py",
-    "tests/cluster/test_client_parallel.py",
+    "tests/cluster/test_client_parallel.py", "tests/test_house.py",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from ckptd.wire.peer import ForgetOrder, ForgetReply
 from tests.node.daemon_rig import Rig, rig
 from tests.node.links import eventually
 from tests.node.rank_child import rank_child
+from tests.node.started import Started
 from tests.node.test_job_life import SMALL, phase, until_durable
 
 FIRST = f"{os.getuid()}/first"
@@ -32,12 +32,14 @@ FIRST = f"{os.getuid()}/first"
 
 async def ckptd(house: Rig, *arguments: str) -> tuple[int, str]:
     """The command, as the operator runs it: exit status and what it says."""
-    pipe, socket = asyncio.subprocess.PIPE, str(house.daemon.config.socket)
-    command = [sys.executable, "-m", "ckptd", *arguments, "--socket", socket]
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
-    out, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode is not None
-    return process.returncode, out.decode()
+
+    def run() -> tuple[int, str]:
+        process = Started(*arguments, "--socket", house.daemon.config.socket)
+        said = "".join(process.communicate())
+        assert process.returncode is not None
+        return process.returncode, said
+
+    return await asyncio.to_thread(run)
 
 
 async def killed(house: Rig, step: int = 5) -> None:
