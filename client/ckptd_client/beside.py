@@ -84,11 +84,15 @@ def _tensors(value: Any) -> list[Tensor]:
 def give_back(name: str, value: Any, saved: Tree) -> None:
     """Before state and groups are set, which the optimizer's ``load_state_dict`` may replace. Raises CkptdError naming what it
     did not take."""
+    if not saved:
+        return
+    share_again = nested.shared(value)
     for label, optimizer in nested.named(nested.optimizers(value)):
         extra = saved.get(label, {})
         if extra and _differing(name, optimizer, extra):
             with NoCollectives(name):
                 optimizer.load_state_dict({**optimizer.state_dict(), **extra})
+            share_again()
         lost = _differing(name, optimizer, extra)
         if lost:
             text = f"{type(optimizer).__name__} does not take back what it saved: {', '.join(lost)}"

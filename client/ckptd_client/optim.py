@@ -298,14 +298,17 @@ def check_groups(owner: Owner, found: Sequence[KeysOfGroup], tree: Mapping[str, 
 def other_kinds(owner: Owner, groups: Sequence[KeysOfGroup], tree: Mapping[str, Any]) -> list[str]:
     """What was saved from an optimizer of another class than is registered for the same parameter. Classes of one name, or of which
     one is made from the other, keep the same state (torch's AdamW is an Adam)."""
-    found: dict[str, None] = {}
+    of_key: dict[str, tuple[tuple[str, ...], ...]] = {}  # a wrapper may have a group of its own for what it lets another step
     for optimizer, _, keys in groups:
-        here = _kind(optimizer)
-        for saved in dict.fromkeys(tuple(kinds_of(tree, key)) for key in keys):
-            if here and saved and not _related(here, saved):
-                text = f"{owner.name}: saved by {saved[0]}, {here[0]} is registered, which may keep other state under other names"
-                found.setdefault(text)
-    return list(found)
+        kind = _kind(optimizer)
+        of_key |= {key: (*of_key.get(key, ()), kind) for key in keys}
+    pairs = dict.fromkeys((kinds, tuple(kinds_of(tree, key))) for key, kinds in of_key.items())
+    texts = (
+        f"{owner.name}: saved by {saved[0]}, {kinds[0][0]} is registered, which may keep other state under other names"
+        for kinds, saved in pairs
+        if saved and all(kinds) and not any(_related(here, saved) for here in kinds)
+    )
+    return list(dict.fromkeys(texts))
 
 
 def _related(here: Sequence[str], saved: Sequence[str]) -> bool:

@@ -107,6 +107,47 @@ class Keeping(AdamW):
         self.large += 1
 
 
+class Speaking(Optimizer):
+    """A wrapper that shows the inner one's state and groups, without super().__init__(), with a state_dict() of its own form."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.optimizer.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["inner"])
+        self.count = state["count"]
+
+
+class Holding(Speaking):
+    """The same; it has the inner one's state as its own."""
+
+    state: Any = None
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.state = optimizer.state
+
+
+class Copied(Speaking):
+    """The same; its list of the groups is another one."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.param_groups = list(optimizer.param_groups)
+
+
 class Wrapper(Optimizer):
     """Accelerate's: everything is the inner one's, by property."""
 
@@ -169,6 +210,10 @@ HOLDING: dict[str, Callable[[nn.Sequential], Optimizer]] = {
     "wrapper": lambda model: Wrapper(AdamW(model.parameters(), lr=1e-2)),
     "counting": lambda model: Counting(model.parameters(), lr=1e-2),
     "counting in a wrapper": lambda model: Lookahead(Counting(model.parameters(), lr=1e-2)),
+    "speaking": lambda model: Speaking(AdamW(model.parameters(), lr=1e-2)),
+    "holding": lambda model: Holding(AdamW(model.parameters(), lr=1e-2)),
+    "copied": lambda model: Copied(SGD(model.parameters(), lr=1e-2, momentum=0.9)),
+    "speaking of counting": lambda model: Speaking(Counting(model.parameters(), lr=1e-2)),
     "nested": lambda model: Lookahead(Lookahead(SGD(model.parameters(), lr=1e-2, momentum=0.9))),
 }
 
