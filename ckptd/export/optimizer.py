@@ -12,6 +12,7 @@ from ckptd_client.same import same
 
 from ckptd.export.contents import Contents, PerRank
 
+TIED = ":="  # which of those tensors a parameter's state has, too
 TENSOR_AT = "$tensor"  # in an optimizer's state that is no plain tensor: where one was (docs/FORMAT.md section 6)
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # how a program runs it: a checkpoint has none of it
 
@@ -121,7 +122,9 @@ def _add_odd(found: OptimizerState, tree: Mapping[str, Any], contents: Contents)
     """What is no plain tensor: numbers, lists of tensors, subclasses, which stay the tensors that they wrap."""
     for place, values in tree.items():
         label, _, parameter = place.rpartition(":")
-        if not parameter:
+        if place == TIED:
+            continue
+        if not place or place.startswith(":"):
             contents.notes.append(f"{found.owner}: what its state has for no parameter is left out: {', '.join(map(str, values))}")
             continue
         state = found.state.setdefault(parameter, {})

@@ -226,6 +226,7 @@ class Objects:
             odd = self.trees.get(f"{owner.name}.{resolve.ODD}", {})
             for label, optimizer in nested.names(owner.value):
                 optimizer.state.update(odd.get(label and f":{label}", {}))
+            optim.tie(owner, self._state.params, odd)
         elif owner.kind == "boxes":
             owner.value.give_back({blob.key: self.trees[blob.key] for blob in owner.value.blobs if blob.key in self.trees})
         elif owner.name in self.trees:

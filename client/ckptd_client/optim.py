@@ -23,6 +23,7 @@ log = logging.getLogger("ckptd")
 # How this program runs its optimizer, not what the optimizer has learned: a restore leaves these alone.
 IMPLEMENTATION = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 TENSOR_AT = "$tensor"
+TIED = ":="  # in what is no tensor: {label: [[path in what it has for no parameter, key of the same tensor of a parameter]]}
 COUNTERS = frozenset({"step", "mu_product"})  # 0-d state which torch's optimizers read on the host
 NameOf = Mapping[int, Entry]  # id(parameter) -> its entry
 KeysOfGroup = tuple[Optimizer, dict[str, Any], list[str]]
@@ -83,7 +84,48 @@ def state_entries(owner: Owner, known: NameOf) -> tuple[list[Entry], dict[str, A
                     odd.setdefault(odd_key(label, key), {})[name] = skeleton(str(name), value, above)
     if idle:
         _warn_once(owner.name, shown(idle))
+    if any(map(of_no_parameter, odd)) and (ties := _ties(owner, {id(entry.tensor): entry.key for entry in entries})):
+        odd[TIED] = ties
     return entries, odd
+
+
+def of_no_parameter(key: str) -> bool:
+    """Is it what an optimizer keeps under a name of its own?"""
+    return not key or key.startswith(":")
+
+
+def _ties(owner: Owner, keys: Mapping[int, str]) -> dict[str, Any]:
+    """``keys``: by id, of the tensors of the parameters' states."""
+    found: dict[str, list[Any]] = {}
+    for label, optimizer in nested.names(owner.value):
+        for name, state in optimizer.state.items():
+            if not isinstance(name, Tensor):
+                ties = [[path, keys[id(leaf)]] for path, leaf in _places([name], state) if id(leaf) in keys]
+                found[label] = found.get(label, []) + ties
+    return {label: ties for label, ties in found.items() if ties}
+
+
+def _places(path: list[Any], value: Any) -> Iterator[tuple[list[Any], Tensor]]:
+    """Where a tensor can be put in the place of another one."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _places([*path, name], item)
+
+
+def tie(owner: Owner, known: NameOf, odd: Mapping[str, Any]) -> None:
+    """What the optimizer had for no parameter, and for a parameter, too, is one tensor again."""
+    if TIED not in odd:
+        return
+    found = {entry.key: entry.tensor for entry in state_entries(owner, known)[0]}
+    for label, optimizer in nested.names(owner.value):
+        for (*above, name), key in odd[TIED].get(label, []):
+            place: Any = optimizer.state
+            for step in above:
+                place = place[step]
+            if key in found and found[key].shape == place[name].shape:
+                place[name] = found[key]
 
 
 @lru_cache(maxsize=1024)
@@ -255,6 +297,10 @@ def merge_odd(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False) ->
     merged: dict[str, Any] = {}
     for tree in trees:
         for key, state in tree.items():
+            if key == TIED:
+                ties = merged.get(TIED, {})
+                merged[TIED] = ties | {label: ties.get(label, []) + found for label, found in state.items()}
+                continue
             if not own_first and key in merged and not same(merged[key], state):
                 raise CkptdError(
                     "ranks saved different optimizer state", where=key, hint="restore in the same world"

@@ -59,7 +59,8 @@ class Recall:
         replaced behind our back."""
         forms = any(isinstance(extra, apart.Forms) for extras in state.extras.values() for extra in extras.values())
         odd = ((key, values) for keys in state.odd.values() for key, values in keys.items())
-        return not forms and all(_of_parameter(key) and NUMBERS.issuperset(map(type, values.values())) for key, values in odd)
+        alone = any(optim.of_no_parameter(key) or not NUMBERS.issuperset(map(type, values.values())) for key, values in odd)
+        return not forms and not alone
 
     def odd(self) -> dict[str, dict[str, Any]]:
         """As ``State`` has it: the numbers of each optimizer's state."""
@@ -182,7 +183,3 @@ def _still(value: Any) -> Any:
     """What stays the same object as long as nothing but its number changes."""
     return type(value) if type(value) in NUMBERS else value
 
-
-def _of_parameter(key: str) -> bool:
-    """Else it is what an optimizer keeps under a name of its own."""
-    return bool(key) and not key.startswith(":")

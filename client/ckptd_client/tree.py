@@ -2,7 +2,8 @@
 
 Plain: None, bool, int, float, str, bytes, list, dict. Extensions: tuple, set, frozenset, Counter, OrderedDict, Enum
 (by value), Path, datetime, numpy arrays and scalars, torch.Size, torch.dtype, generators, big ints, complex, small CPU
-tensors (by value), other tensors (by reference to a fragment of the slot). Equal values give equal bytes on all ranks.
+tensors (by value), other tensors (by reference to a fragment of the slot). A tensor that occurs again is the same again. Equal
+values give equal bytes on all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ REF_MARK = "#"  # between an object's name and the number of a tensor in it: the
 
 # Extension codes; a format, never renumbered.
 TUPLE, SET, FROZENSET, COUNTER, ORDERED, ENUM, PATH, DATETIME, NDARRAY, NPSCALAR = range(1, 11)
-SIZE, DTYPE, BIGINT, COMPLEX, TENSOR, REF, GENERATOR = range(11, 18)
+SIZE, DTYPE, BIGINT, COMPLEX, TENSOR, REF, GENERATOR, SAME = range(11, 19)
 
 NUMPY_DTYPE = re.compile(r"[<>|=][?bBiufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")  # numpy parses far more
 REMEDY = (
@@ -69,8 +70,15 @@ def encode(value: Any, path: str, take: TakeTensor | None = None) -> bytes:
 def decode(data: bytes | memoryview, find: Callable[[str], Any] | None = None, others: Builders = MappingProxyType({})) -> Any:
     """``others``: what makes values of some extensions, in place of what they were. Raises ValueError for what is no such tree."""
 
+    tensors: list[Any] = []  # in the order in which they were encoded
+
     def hook(code: int, body: bytes) -> Any:
-        return _decode_ext(code, body, unpack, find, others)
+        if code == SAME:
+            return tensors[_number(unpack(body))]
+        value = _decode_ext(code, body, unpack, find, others)
+        if code in (TENSOR, REF):
+            tensors.append(value)
+        return value
 
     def unpack(body: bytes | memoryview) -> Any:
         return msgpack.unpackb(body, ext_hook=hook, strict_map_key=False)
@@ -84,6 +92,7 @@ def decode(data: bytes | memoryview, find: Callable[[str], Any] | None = None, o
 class _Encoder:
     def __init__(self, path: str, take: TakeTensor | None) -> None:
         self._path, self._take, self._tensors = path, take, 0
+        self._met: dict[Any, tuple[int, Tensor]] = {}
 
     def pack(self, value: Any) -> bytes:
         return cast(bytes, msgpack.packb(value, default=self._extend, strict_types=True))
@@ -104,6 +113,10 @@ class _Encoder:
             raise _Unfit(f"a {type(value).__name__} ({value.layout}) cannot be saved")
         if value.dtype not in NAME:
             raise _Unfit(f"a tensor of {value.dtype} cannot be saved")
+        memory = _memory(value)
+        if memory in self._met:
+            return msgpack.ExtType(SAME, self.pack(self._met[memory][0]))
+        self._met[memory] = (len(self._met), value)
         if (value.device.type == "cpu" and value.nbytes <= INLINE_BYTES_MAX) or self._take is None:
             return msgpack.ExtType(
                 TENSOR, self.pack([NAME[value.dtype], list(value.shape), tensor_bytes(value)])
@@ -111,6 +124,12 @@ class _Encoder:
         key = self._take(f"{self._path}{REF_MARK}{self._tensors}", value)
         self._tensors += 1
         return msgpack.ExtType(REF, self.pack(key))
+
+
+def _memory(value: Tensor) -> Any:
+    """What two objects have in common that are the same tensor, as long as both live."""
+    at = value.data_ptr()
+    return (at, value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()) if at else id(value)
 
 
 def tensor_bytes(value: Tensor) -> bytes:
@@ -208,6 +227,12 @@ def _decode_ext(
     if builder is None:
         raise ValueError(f"unknown extension {code}: written by a newer version?")
     return builder(value)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("no number of a tensor")
+    return value
 
 
 def _enum(value: Any) -> enum.Enum:

@@ -199,6 +199,26 @@ class EightBit(Optimizer):
                 p.sub_(moment, alpha=group["lr"])
 
 
+class Common(Optimizer):
+    """Has one tensor under a name of its own, in each parameter's state, and in a list beside another."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        common = self.state["all"]  # type: ignore[index]
+        if not common:
+            norm = torch.zeros(3)
+            common |= {"norm": norm, "both": [torch.ones(2), norm]}
+            for p in params:
+                self.state[p]["norm"] = norm
+        for p in params:
+            self.state[p]["norm"] += p.grad.abs().sum()
+            p.sub_(p.grad / (1 + common["norm"][0] + common["both"][1][0]))
+
+
 def sam(model: nn.Module) -> Optimizer:
     return Sam(model.parameters(), AdamW, lr=1e-2)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.node.client_training import begun, load, net, save
-from tests.node.optimizer_zoo import HOLDING, EightBit, Keeping, Lookahead, train
+from tests.node.optimizer_zoo import HOLDING, Common, EightBit, Keeping, Lookahead, train
 from tests.node.rank_daemon_double import RankDaemonDouble
 
 
@@ -37,8 +37,7 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 def assert_goes_on(
     daemon: RankDaemonDouble, make: Callable[[nn.Sequential], Optimizer], **how: Any
 ) -> tuple[nn.Module, Any]:
-    """A job that was restored trains on as if it had never been interrupted, to the last bit, and what it saves then is restored
-    as well. The restored one."""
+    """A job that was restored, and then once more, trains on as if it had never been interrupted, to the last bit. The last one."""
     model = net()
     optimizer = make(model)
     for start in (1, 2):
@@ -57,6 +56,12 @@ def assert_goes_on(
 @pytest.mark.parametrize("kind", HOLDING)
 def test_an_optimizer_that_holds_others_comes_back_with_all_their_state(daemon: RankDaemonDouble, kind: str) -> None:
     assert_goes_on(daemon, HOLDING[kind])
+
+
+def test_what_an_optimizer_has_for_no_parameter_and_for_one_stays_one_tensor(daemon: RankDaemonDouble) -> None:
+    _, optimizer = assert_goes_on(daemon, lambda model: Common(model.parameters()))
+    norms = [optimizer.state["all"]["both"][1], *(state["norm"] for state in optimizer.state.values())]
+    assert all(norm is norms[0] for norm in norms)
 
 
 def test_the_state_of_a_container_is_found_by_another_split_and_by_no_container(daemon: RankDaemonDouble) -> None:

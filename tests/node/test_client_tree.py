@@ -109,7 +109,7 @@ def test_large_tensors_are_taken_out_and_found_again() -> None:
         taken[key] = tensor
         return key
 
-    data = tree.encode({"a": [big, torch.ones(2)], "b": big}, "extra.loader", take)
+    data = tree.encode({"a": [big, torch.ones(2)], "b": big.clone()}, "extra.loader", take)
     assert set(taken) == {"extra.loader#0", "extra.loader#1"}
     assert len(data) < 200
     back = tree.decode(data, taken.__getitem__)
@@ -172,6 +172,31 @@ def test_a_list_that_contains_itself_is_refused_by_name() -> None:
             said = str(error)
         assert said.startswith("found"), said
         assert "contains itself" in said
+
+
+@pytest.mark.parametrize("size", [3, 5000, 0])
+def test_a_tensor_that_occurs_twice_is_one_tensor_again(size: int) -> None:
+    """Small and large ones, in whatever they lie; a view of another form, or another tensor of the same values, is another."""
+    first, other = torch.arange(float(size)), torch.arange(float(size))
+    taken: dict[str, torch.Tensor] = {}
+
+    def take(key: str, tensor: torch.Tensor) -> str:
+        taken[key] = tensor
+        return key
+
+    again = first.detach() if size else first
+    value = {"a": first, "in": [(other, again), {"deep": first}], "cut": first[: size // 2], "last": other}
+    blob = tree.encode(value, "x", take)
+    found = tree.decode(blob, lambda key: taken[key].clone())
+    assert found["a"] is found["in"][0][1] is found["in"][1]["deep"] and found["in"][0][0] is found["last"]
+    assert len({id(found["a"]), id(found["last"]), id(found["cut"])}) == 3
+    assert torch.equal(found["a"], first) and torch.equal(found["last"], other) and torch.equal(found["cut"], first[: size // 2])
+
+
+def test_a_number_of_no_tensor_is_a_value_error() -> None:
+    for number in (0, -1, True, "a", None):
+        with pytest.raises(ValueError, match="does not parse"):
+            tree.decode(msgpack.packb(msgpack.ExtType(tree.SAME, msgpack.packb(number))))
 
 
 def test_garbage_is_a_value_error() -> None:
