@@ -284,3 +284,15 @@ def test_a_durable_one_of_another_lineage_is_not_told() -> None:
     node.machine.steward.table.mark_durable([SnapshotId(OLD, 3)])
     node.tick(REPEAT_S + 0.5)
     assert node.certificates("b") == []
+
+
+def test_what_went_before_its_turn_came_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its certificates were to be said again, one snapshot in a tick, and it is no more."""
+    monkeypatch.setattr(certify, "ASKED_AT_ONCE_MAX", 0)
+    node = steward(own_slots=4, peer_sets=3).train().capture(7).capture(9)
+    node.tick(REPEAT_S)
+    node.machine.steward.certify._to_repeat.append(at(8))
+    mark = node.mark
+    for _ in range(4):
+        node.tick()
+    assert {certificate.snapshot.step for certificate in node.certificates("b", mark)} >= {9}

@@ -108,12 +108,15 @@ def test_what_cannot_be_read_yet_hides_nothing_that_is_needed() -> None:
     assert min(remainders(node, 20)) > 0
 
 
+@pytest.mark.parametrize("before_s", [0.0, 100.0])
 @pytest.mark.parametrize("outside", ["", "d"])
-def test_nor_while_somebody_is_away_for_a_moment(outside: str) -> None:
-    """P3: it may bring the rest of what node c holds a part of (a reader's history; simulator, seed 2901251)."""
+def test_nor_while_somebody_is_away_for_a_moment(outside: str, before_s: float) -> None:
+    """P3: it may bring the rest of what node c holds a part of (a reader's history; simulator, seed 2901251). before_s: so long
+    all were live."""
     node = steward(record_of("abc", outside=outside, ancestry=(at(5, OLD),)), replicas=0)
     for name, other in node.others.items():
         other.tell_inventory(*([fact(5, 1, epoch=OLD)] if name == "c" else []), layouts=BOTH)
+    node.tick(before_s)
     node.feed(ev.NodeDown(outside or "b"))
     node.others["c"].tell(msg.Leaving(EPOCH, True))
     patience = node.machine.ctx.policy.steward_timeout_s + MEMBER_AWAY_S

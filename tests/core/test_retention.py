@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptd.core.ids import SnapshotId
 from ckptd.core.policy import Policy
-from ckptd.core.retention import CommitInfo, Standing, keep
+from ckptd.core.retention import CommitInfo, Standing, keep, lasting
 from tests.core.worlds import epoch, quick
 
 
@@ -113,3 +113,14 @@ def test_the_newest_restorable_ones_always_stay(
         c.snapshot for c in commits if good and record.is_candidate(c.snapshot) and c.snapshot > good[-1]
     }
     assert newer <= left
+
+
+def test_what_lasts_is_of_the_line_that_the_newest_claim_goes_on() -> None:
+    """Of what was left behind nothing is written whole; where nobody has claimed anything yet, all of it is the job's."""
+    policy = Policy(keep_last=1, keep_every_steps=40)
+    commits = [commit(40), commit(80), commit(90, kept=True), commit(100)]
+    assert lasting(Standing(None, commits, frozenset()), policy) == [at.snapshot for at in commits[:3]]
+    record = epoch(2, ancestry=[SnapshotId(1, 50)])
+    assert lasting(Standing(record, commits, frozenset()), policy) == [SnapshotId(1, 40)]
+    odd = [replace(commits[0], whole=True), replace(commits[1], hidden=True), replace(commits[2], damaged=True)]
+    assert lasting(Standing(None, odd, frozenset()), policy) == []

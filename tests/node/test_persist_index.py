@@ -164,3 +164,12 @@ def test_columns_that_leave_their_file_or_are_none(wrong: list[Column]) -> None:
 def test_a_column_is_as_wide_as_its_largest_number(most: int, kind: str) -> None:
     data, (column,) = pack({"a": np.array([0, most], np.int64)})
     assert (column.type, unpack(data, [column], "a")["a"].tolist()) == (kind, [0, most])
+
+
+def test_each_key_is_there_once_of_the_first_rank_that_has_all_of_it() -> None:
+    whole, half, none = [Chunk(0, 0, 16, 0, (0,), (4,))], [Chunk(0, 16, 8, 0, (0,), (2,))], list[Chunk]()
+    owned = {rank: Tensor("own", "F32", (4,), "buffer", rank) for rank in range(4)}
+    parts = [Tensor("parts", "F32", (4,), "buffer", rank) for rank in (2, 3)]
+    rows = [(Tensor("a", "F32", (4,), "param"), whole)]
+    rows += [(owned[0], none), (owned[1], half), (owned[2], whole), (owned[3], whole), (parts[0], half), (parts[1], none)]
+    assert Index.of(rows).once() == {"a": (rows[0][0], True), "own": (owned[2], True), "parts": (parts[0], False)}

@@ -13,7 +13,7 @@ from ckptd.core import failpoint
 from ckptd.core.errors import CkptdError
 from ckptd.core.ids import SnapshotId
 from ckptd.persist.commits import list_stored
-from ckptd.persist.lineage import claim_epoch, highest_epoch, newest_record
+from ckptd.persist.lineage import claim_epoch, copy_claim, highest_epoch, newest_record
 from ckptd.persist.names import MANIFEST, epochs_dir, record_path, step_dir
 from ckptd.persist.preflight import check_tokens, place_token, probe
 from ckptd.persist.storage.base import StorageError
@@ -246,3 +246,19 @@ def test_storage_without_exclusive_names(storage: PosixStorage) -> None:
             probe(bad)
         assert caught.value.hint
         assert bad.list("preflight") == []
+
+
+def test_a_claim_that_is_copied_is_durable_and_says_which_run_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any epoch, also below the highest; asked again it is the same."""
+    storage, secured = MemoryStorage(), list[str]()
+    secure = storage.secure
+    monkeypatch.setattr(storage, "secure", lambda path: (secured.append(path), secure(path))[1])
+    for number in (3, 1, 3):
+        assert copy_claim(storage, JOB, epoch_record(number))
+    assert secured == [epochs_dir(JOB)] * 3
+    assert not copy_claim(storage, JOB, epoch_record(3, nonce="rival"))
+    assert newest_record(storage, JOB) == epoch_record(3)
+
+
+def test_a_claim_is_copied_to_where_nothing_is_yet(storage: PosixStorage) -> None:
+    assert copy_claim(storage, JOB, epoch_record(2)) and newest_record(storage, JOB) == epoch_record(2)

@@ -35,12 +35,12 @@ from ckptd.persist.opening import root_at, verify
 from ckptd.persist.pieces import chunks_of
 from ckptd.persist.reader import Checkpoint
 from ckptd.persist.retention import retain
-from ckptd.persist.storage.base import NotFound, Storage
+from ckptd.persist.storage.base import NotFound, Storage, StorageError
 from ckptd.persist.storage.factory import storage_at
 from ckptd.persist.storage.memory import MemoryStorage
 from ckptd.persist.storage.posix import PosixStorage
 from ckptd.persist.sums import FileDamage
-from ckptd.persist.unchanged import unchanged
+from ckptd.persist.unchanged import newest_before, unchanged
 from ckptd.persist.verify import VerifyReport, mark_damaged, verify_at
 from tests.core.worlds import rows_of
 from tests.node.checkpoints import (
@@ -470,3 +470,17 @@ def test_a_mark_says_whose_files_it_needs(tmp_path: Path) -> None:
 def verify_of(path: Path) -> None:
     with Checkpoint.at(storage_at(str(path)), "") as checkpoint:
         checkpoint.read("base.weight", Box.whole((768, 1024)), memoryview(bytearray(3 << 20)))
+
+
+def test_one_that_goes_while_it_is_opened_is_none_and_storage_that_is_away_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    save(storage, tuned(0), STEPS[0])
+    errors: list[StorageError] = [NotFound("gone"), StorageError("away")]
+
+    def refuses(*_: Any) -> Checkpoint:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(Checkpoint, "at", refuses)
+    assert newest_before(storage, JOB, STEPS[1])[0] is None
+    with pytest.raises(StorageError, match="away"):
+        newest_before(storage, JOB, STEPS[1])
