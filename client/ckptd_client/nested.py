@@ -90,21 +90,22 @@ def shared(value: Any) -> Callable[[], None]:
     """What is called when a ``load_state_dict()`` has put another state, or other groups, in the place of an optimizer's: whoever
     had the same object has the same one again."""
     inner: dict[int, tuple[Optimizer, str, int]] = {}  # by the object: whose it is, as what, at which place of its groups
-    mine: list[tuple[Optimizer, str, int, Optimizer, str, int]] = []
+    found: list[tuple[Optimizer, str, int, Optimizer, str, int]] = []
     for optimizer in optimizers(value):
         held = [(optimizer.state, "state", -1), (optimizer.param_groups, "param_groups", -1)]
         held += [(group, "param_groups", at) for at, group in enumerate(optimizer.param_groups)]
         for item, name, at in held:
             first = inner.setdefault(id(item), (optimizer, name, at))
-            if first[0] is not optimizer and name in vars(optimizer):
-                mine.append((optimizer, name, at, *first))
+            computed = hasattr(getattr(type(optimizer), name, None), "__set__")
+            if first[0] is not optimizer and name in vars(optimizer) and not computed:
+                found.append((optimizer, name, at, *first))
 
     def again() -> None:
-        for optimizer, name, at, other, its, place in mine:
+        for optimizer, name, at, other, its, place in found:
             if at < 0:
                 setattr(optimizer, name, getattr(other, its))
-            elif at < len(optimizer.param_groups) and place < len(other.param_groups):
-                optimizer.param_groups[at] = other.param_groups[place]
+            elif isinstance(mine := optimizer.param_groups, list) and at < len(mine) and place < len(other.param_groups):
+                mine[at] = other.param_groups[place]
 
     return again
 

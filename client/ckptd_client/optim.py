@@ -18,6 +18,7 @@ from ckptd_client import apart, nested
 from ckptd_client.entries import Copies, Entry, Mode, Owner
 from ckptd_client.naming import PLAIN, is_dtensor
 from ckptd_client.same import same
+from ckptd_client.tree import DEPTH_MAX
 
 log = logging.getLogger("ckptd")
 # How this program runs its optimizer, not what the optimizer has learned: a restore leaves these alone.
@@ -109,7 +110,7 @@ def _places(path: list[Any], value: Any) -> Iterator[tuple[list[Any], Tensor]]:
     """Where a tensor can be put in the place of another one."""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, dict | list):
+    elif isinstance(value, dict | list) and len(path) <= DEPTH_MAX:  # what contains itself is refused by name when it is encoded
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _places([*path, name], item)
 
@@ -123,9 +124,17 @@ def tie(owner: Owner, known: NameOf, odd: Mapping[str, Any]) -> None:
         for (*above, name), key in odd[TIED].get(label, []):
             place: Any = optimizer.state
             for step in above:
-                place = place[step]
-            if key in found and found[key].shape == place[name].shape:
+                place = _at(place, step)
+            value = _at(place, name)
+            if isinstance(value, Tensor) and key in found and found[key].shape == value.shape:
                 place[name] = found[key]
+
+
+def _at(place: Any, step: Any) -> Any:
+    """None: it has nothing there. A defaultdict gets nothing."""
+    if isinstance(place, dict):
+        return place.get(step)
+    return place[step] if isinstance(place, list) and type(step) is int and step < len(place) else None
 
 
 @lru_cache(maxsize=1024)
@@ -295,18 +304,18 @@ def merge_groups(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False)
 def merge_odd(trees: Iterable[Mapping[str, Any]], *, own_first: bool = False) -> dict[str, Any]:
     """The same for state that is not a tensor."""
     merged: dict[str, Any] = {}
+    tied: dict[str, list[Any]] = {}
     for tree in trees:
+        for label, ties in tree.get(TIED, {}).items():
+            if not own_first or (label and f":{label}") not in merged:
+                tied[label] = tied.get(label, []) + ties
         for key, state in tree.items():
-            if key == TIED:
-                ties = merged.get(TIED, {})
-                merged[TIED] = ties | {label: ties.get(label, []) + found for label, found in state.items()}
-                continue
-            if not own_first and key in merged and not same(merged[key], state):
+            if key != TIED and not own_first and key in merged and not same(merged[key], state):
                 raise CkptdError(
                     "ranks saved different optimizer state", where=key, hint="restore in the same world"
                 )
             merged.setdefault(key, state)
-    return merged
+    return merged | ({TIED: tied} if tied else {})
 
 
 # --- writing back -------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from torch import Tensor
 from ckptd_client.dtypes import NAME, TORCH
 
 INLINE_BYTES_MAX = 16 * 1024  # CPU tensors up to this travel inside the tree
-DEPTH_MAX = 200
+DEPTH_MAX = 100  # of values in values: a parser in C recurses, and ends the process at some 200 extensions
 REF_MARK = "#"  # between an object's name and the number of a tensor in it: the key of its fragment
 
 # Extension codes; a format, never renumbered.
@@ -72,10 +72,15 @@ def decode(data: bytes | memoryview, find: Callable[[str], Any] | None = None, o
 
     tensors: list[Any] = []  # in the order in which they were encoded
 
+    depth = 0
+
     def hook(code: int, body: bytes) -> Any:
-        if code == SAME:
-            return tensors[_number(unpack(body))]
-        value = _decode_ext(code, body, unpack, find, others)
+        nonlocal depth
+        if depth > DEPTH_MAX:
+            raise ValueError(f"values nested deeper than {DEPTH_MAX}")
+        depth += 1
+        value = tensors[_number(unpack(body))] if code == SAME else _decode_ext(code, body, unpack, find, others)
+        depth -= 1
         if code in (TENSOR, REF):
             tensors.append(value)
         return value
@@ -87,11 +92,13 @@ def decode(data: bytes | memoryview, find: Callable[[str], Any] | None = None, o
         return unpack(data)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"state does not parse: {error or type(error).__name__}") from error
+    finally:
+        tensors.clear()  # the two functions above refer to each other, and would keep it until garbage is collected
 
 
 class _Encoder:
     def __init__(self, path: str, take: TakeTensor | None) -> None:
-        self._path, self._take, self._tensors = path, take, 0
+        self._path, self._take, self._tensors, self._depth = path, take, 0, 0
         self._met: dict[Any, tuple[int, Tensor]] = {}
 
     def pack(self, value: Any) -> bytes:
@@ -101,7 +108,11 @@ class _Encoder:
         if isinstance(value, Tensor):
             return self._tensor(value)
         code, form = _plain_form(value)
+        if self._depth > DEPTH_MAX:
+            raise _Unfit(f"values nested deeper than {DEPTH_MAX}")
+        self._depth += 1
         body = self.pack(form)
+        self._depth -= 1
         if code == ENUM:
             _check_enum(value, body)
         return msgpack.ExtType(code, body)

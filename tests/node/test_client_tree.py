@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import datetime
 import enum
+import gc
 import pathlib
 import random
 import subprocess
 import sys
 import types
+import weakref
 from typing import Any
 
 import msgpack
@@ -191,6 +193,31 @@ def test_a_tensor_that_occurs_twice_is_one_tensor_again(size: int) -> None:
     assert found["a"] is found["in"][0][1] is found["in"][1]["deep"] and found["in"][0][0] is found["last"]
     assert len({id(found["a"]), id(found["last"]), id(found["cut"])}) == 3
     assert torch.equal(found["a"], first) and torch.equal(found["last"], other) and torch.equal(found["cut"], first[: size // 2])
+
+
+def test_values_nested_too_deep_are_refused_and_end_no_process() -> None:
+    """msgpack recursed for each extension, and the process was gone at some 200."""
+    value: Any = ()
+    for _ in range(tree.DEPTH_MAX - 1):
+        value = (value,)
+    blob = tree.encode(value, "x")
+    assert tree.decode(blob) == value
+    with pytest.raises(tree.ForeignType, match=r"x.*nested deeper than 100"):
+        tree.encode(((value,),), "x")
+    for _ in range(10 * tree.DEPTH_MAX):
+        blob = msgpack.packb(msgpack.ExtType(tree.TUPLE, blob))
+    with pytest.raises(ValueError, match="deeper than 100"):
+        tree.decode(blob)
+
+
+def test_what_was_decoded_is_kept_by_nobody() -> None:
+    blob = tree.encode([torch.ones(3)], "x")
+    gc.disable()
+    try:
+        found = weakref.ref(tree.decode(blob)[0])
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_a_number_of_no_tensor_is_a_value_error() -> None:
