@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ckptd_client.entries import Entry, Mode, Owner
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from ckptd.export.optimizer import OptimizerState, _add_odd
 from tests.node.optimizer_zoo import Counting
 
 
@@ -86,3 +88,12 @@ def test_an_odd_wrapper_takes_back_what_it_had_beside(kind: Callable[[Optimizer]
     if kind is not AsTuple:
         assert any(group is inner.param_groups[0] for group in wrapper.param_groups)
     assert nested.optimizers(wrapper)[-1] is wrapper
+
+
+def test_an_export_leaves_out_what_is_of_no_parameter_and_says_so() -> None:
+    """A wrapper's was taken for the state of a parameter of the wrapper's name."""
+    found = OptimizerState("optimizer")
+    contents: Any = SimpleNamespace(notes=[])
+    _add_odd(found, {"": {"all": 1}, ":Wrap": {"own": 2}, ":=": {"": [[["all"], "k"]]}, "model.w": {"n": 3}}, contents)
+    assert found.state == {"model.w": {"n": 3}}
+    assert [note.rpartition(": ")[2] for note in contents.notes] == ["all", "own"]
