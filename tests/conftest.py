@@ -3,6 +3,7 @@ they end (tests/sweeper.py)."""
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -42,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest begin first: where they began last, the other workers would wait for them."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives on: no look for garbage goes through it, nor do forked children copy it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _sweep_at_the_end(config: pytest.Config, folder: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
 REGION = "us-east-1"
@@ -185,7 +185,7 @@ class ObjectServer(S3Server):
     """S3, by moto."""
 
     def __init__(self) -> None:
-        super().__init__(DomainDispatcherApplication(create_backend_app), ("ckptd", "secret"))
+        super().__init__(create_backend_app("s3"), ("ckptd", "secret"))
 
 
 class Forward:

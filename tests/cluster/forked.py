@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.waiting import until
+
 REPO = Path(__file__).resolve().parents[2]
 TEMPLATE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 30.0
@@ -23,24 +25,34 @@ END_TIMEOUT_S = 30.0
 
 @functools.cache
 def template(module: str = "tests.cluster.template") -> socket.socket:
-    """The one that processes are forked from; it ends with this process."""
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with its:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, str(its.fileno())], env=env, pass_fds=[its.fileno()],
-            stdin=subprocess.DEVNULL, start_new_session=True, cwd=REPO,
-        )  # fmt: skip
-    ours.settimeout(TEMPLATE_TIMEOUT_S)
-    assert ours.recv(16) == b"ready", f"{module} did not start"
-    atexit.register(end_template, ours, process)
-    return ours
+    """A way to the one of this run that processes are forked from. Whichever of pytest's workers needs it first has started it, as
+    its imports take seconds; it ends with the last that has a way to it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    address = f"\0ckptd-tests-{run}-{module}"  # abstract: nobody else has it, and it is gone with the socket
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError:
+            pass  # another has started it
+        else:
+            listener.listen()
+            start(module, listener)
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(TEMPLATE_TIMEOUT_S)
+    until(lambda: link.connect_ex(address) == 0, TEMPLATE_TIMEOUT_S)  # it may be bound and not listen yet
+    assert link.recv(16) == b"ready", f"{module} did not start"
+    atexit.register(link.close)
+    return link
 
 
-def end_template(link: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    link.close()
-    process.wait(END_TIMEOUT_S)
+def start(module: str, listener: socket.socket) -> None:
+    os.set_inheritable(listener.fileno(), True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+    os.posix_spawn(
+        sys.executable, [sys.executable, "-m", module, str(listener.fileno())], env, file_actions=[nothing], setsid=True
+    )
 
 
 class Forked:

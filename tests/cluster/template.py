@@ -1,14 +1,16 @@
 """A trainer that has imported everything and forks itself for each rank: a start costs milliseconds, not seconds of torch.
 
-``python template.py FD``: orders come over that socket as JSON with the descriptors 0, 1, 2 and so on of the rank, answers are
-process ids. A rank is a process of its own in every respect that matters here: session, user, environment.
+``python template.py FD``: whoever connects to that socket sends orders as JSON with the descriptors 0, 1, 2 and so on of the rank;
+answers are process ids. A rank is a process of its own in every respect that matters here: session, user, environment.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -18,6 +20,7 @@ from typing import Any, NoReturn
 
 from ckptd.core import failpoint
 from tests.cluster import trainer
+from tests.cluster.forked import REPO
 
 ORDER_BYTES_MAX = 1 << 16
 FDS_MAX = 4
@@ -26,22 +29,43 @@ LATE_IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.te
 
 def main(rank_main: Callable[[str, str], None], late_imports: Sequence[str]) -> None:
     """``rank_main``: (job, kind), in the process of the rank."""
-    link = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    os.chdir(REPO)
     for name in late_imports:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # it lives on, and a rank that looked through it would copy it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped by the kernel
-    link.send(b"ready")
+    links: list[socket.socket] = []
     while True:
+        for ready in select.select([listener, *links], [], [])[0]:
+            if ready is listener:
+                links.append(listener.accept()[0])
+                links[-1].send(b"ready")
+            elif not serve(ready, [listener, *links], rank_main):
+                links.remove(ready)
+                ready.close()
+                if not links:
+                    return
+
+
+def serve(link: socket.socket, ours: Sequence[socket.socket], rank_main: Callable[[str, str], None]) -> bool:
+    """One order. False: whoever was at the other end is gone."""
+    try:
         data, fds, _, _ = socket.recv_fds(link, ORDER_BYTES_MAX, FDS_MAX)
         if not data:
-            return
+            return False
         pid = os.fork()
         if pid == 0:
-            link.close()
+            for one in ours:
+                one.close()
             become(rank_main, json.loads(data), fds)
         for fd in fds:
             os.close(fd)
         link.send(str(pid).encode())
+    except ConnectionError:
+        return False
+    return True
 
 
 def become(rank_main: Callable[[str, str], None], order: dict[str, Any], fds: list[int]) -> NoReturn:

@@ -173,7 +173,7 @@ def test_off_by_default_and_where_nothing_is_older(storage: Storage) -> None:
     assert own_bytes(storage, STEPS[1]) > 3 << 20
 
 
-@settings(deadline=None)  # four checkpoints written and read for each example
+@settings(max_examples=50, deadline=None)  # four checkpoints written and read for each example
 @given(worlds(), st.integers(0, 1 << 30))
 def test_whatever_changes_each_checkpoint_has_its_own_bytes(world: World, seed: int) -> None:
     """Kept however little it is: then all that is equal is named, in the checkpoint that wrote it."""
