@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ckptd.export import live, stored
 from ckptd.export.export import Report, Request, export
 from tests.cluster.nodes import Cluster, Node, Trainer, together
+from tests.waiting import until
 
 JOB = "live"
 AT, STEPS = 3, 5
@@ -104,6 +105,24 @@ def test_a_running_job_is_exported_and_is_granted_the_same_steps(
     assert digest_of(torch_file(tmp_path / "dcp.pt"), "optim") == now, "the newest step"
     done = made[1].cli("export", "--live", "nobody", tmp_path / "none", "--to", "dcp")
     assert done.returncode != 0 and "nothing of this job is known" in done.stderr
+
+
+def test_a_loop_that_waits_for_no_grant_gets_as_many_beside_it(
+    nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it asks at each step, the grant of one may come at the next, with an export or without."""
+    made = nodes.several(2, own_slots=2)
+    world = trained(nodes, made, "plain", "protected")
+    said: list[str] = []
+
+    def taken() -> bool:
+        said.extend(together(world, "train")[0]["statuses"])
+        return sum(not text.startswith("skipped") for text in said) >= STEPS
+
+    amid(monkeypatch, lambda: until(taken))
+    exported(made[0], tmp_path / "live.pt")
+    assert not [text for text in said if "memory" in text]
+    assert torch_file(tmp_path / "live.pt")["step"] == AT
 
 
 def test_without_its_memory_it_ends_with_a_word(nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
