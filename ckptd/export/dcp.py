@@ -21,6 +21,7 @@ from ckptd_client.integrations.dcp_names import (
     PREFIX,
 )
 from ckptd_client.tree import decode
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (  # its name stands in every .metadata there is
     FileSystemWriter,
@@ -93,6 +94,15 @@ def _add(tree: dict[str, Any], more: dict[str, Any]) -> None:
     tree.update(more)
 
 
+def _check_names(tree: dict[str, Any]) -> None:
+    """Raises CkptdError where torch would find one name for two values: it makes one text of the keys of nested dicts."""
+    try:
+        flatten_state_dict(_placeholders(tree))
+    except ValueError as error:
+        hint = "--only takes patterns of what is to be there (model.*), and --to torch keeps dicts as they are"
+        raise CkptdError(f"torch.distributed.checkpoint has no place for it: {error}", where="--to dcp", hint=hint) from error
+
+
 class DcpFolder:
     """What is to be written, before anything is read. Tied tensors are there twice, as torch has them there. What was saved through
     torch.distributed.checkpoint is written as its plans had it; layout: of anything else."""
@@ -105,6 +115,7 @@ class DcpFolder:
             self._paths = decode(_kept(contents, PLANNER_DATA), _no_tensor)
         else:
             self._tree = tree_of(contents, layout)
+            _check_names(self._tree)
         found = [*leaves(self._tree)]
         self.tensors, self.nbytes = len(found), sum(stored.nbytes for stored in found)
 

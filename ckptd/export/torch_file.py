@@ -3,7 +3,7 @@ for them (torch.serialization.skip_data; a record's place is what torch's own re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ckptd.export.contents import MODEL, Contents, leaves
-from ckptd.export.optimizer import state_of
+from ckptd.export.contents import GROUPS, MODEL, Contents, PerRank, leaves
+from ckptd.export.optimizer import OptimizerState, state_of
 from ckptd.export.source import Source
 from ckptd.export.staging import Staging
 from ckptd.export.stored import Stored, bytes_of
@@ -23,11 +23,25 @@ OPTIMIZER, EXTRA, STEP = "optimizer", "extra", "step"
 
 def tree_of(contents: Contents) -> dict[str, Any]:
     """A module and an optimizer that are alone of their kind are called model and optimizer, whatever they were registered as."""
-    modules, optimizers = contents.modules, contents.optimizers
-    tree: dict[str, Any] = {MODEL if len(modules) == 1 else owner: entries for owner, entries in modules.items()}
-    for owner in optimizers:
-        tree[OPTIMIZER if len(optimizers) == 1 else owner] = state_of(contents, owner).by_position()
+    modules, states = contents.modules, {owner: state_of(contents, owner) for owner in contents.optimizers}
+    at = _order_of(contents, states.values())
+    tree: dict[str, Any] = {}
+    for owner, entries in modules.items():
+        names = sorted(entries, key=lambda name: at.get((owner, name), len(at)))
+        tree[MODEL if len(modules) == 1 else owner] = {name: entries[name] for name in names}
+    for owner, state in states.items():
+        if f"{owner}.{GROUPS}" in contents.objects and isinstance(contents.object(f"{owner}.{GROUPS}"), PerRank):
+            contents.notes.append(f"{owner}: numbered rank by rank, as each had groups of its own; the file's model has that order")
+        tree[OPTIMIZER if len(states) == 1 else owner] = state.by_position()
     return {**tree, EXTRA: contents.extras(), STEP: contents.checkpoint.step}
+
+
+def _order_of(contents: Contents, states: Iterable[OptimizerState]) -> dict[tuple[str, str], int]:
+    """Place of a parameter, by (owner, name): that of its number in the optimizers. A checkpoint has none but by the names, and
+    whoever looks up what is numbered (``ckptd import --param-names model``) takes the model's order for it."""
+    keys = [key for state in states for _, members in state.groups for key in members]
+    names = ((owner, contents.selection.prefixes.rename(name)) for owner, name in map(contents.name_of, keys))
+    return {place: number for number, place in enumerate(names)}
 
 
 class TorchFile:

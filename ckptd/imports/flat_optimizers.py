@@ -9,7 +9,7 @@ from typing import Any
 from ckptd.imports.values import plain
 
 OWNERS = frozenset({"optim", "optimizer"})  # of these a state alone is taken for an optimizer's
-_FLAT = re.compile(r"(?:(.+?)\.)??(state|param_groups)\.(.+)\.([^.]+)")
+_FLAT = re.compile(r"(?:(.+?)\.)??(state|param_groups)\.(.+)\.([^.]+)", re.DOTALL)
 _By = dict[str, dict[str, dict[str, Any]]]  # owner -> parameter -> name -> value
 
 

@@ -10,7 +10,7 @@ from ckptd.core.errors import CkptdError
 from ckptd.imports.dcp import Plans
 from ckptd.imports.flat_optimizers import is_optimizer, taken_out
 from ckptd.imports.optimizers import Named, add_optimizer
-from ckptd.imports.param_order import ParamOrder
+from ckptd.imports.param_order import MODEL, ParamOrder
 from ckptd.imports.stored import Stored
 from ckptd.imports.unpickle import Record
 from ckptd.imports.values import plain, why_not
@@ -54,8 +54,8 @@ def named(tree: Mapping[Any, Any], prefixes: PrefixMap, order: ParamOrder, *, as
                 continue
         if isinstance(value, Stored):
             bare[str(name)] = value
-        elif isinstance(value, Mapping) and SCHEDULER in str(name).lower() and _is_value(value):
-            _add_value(made, prefixes, str(name), value)  # a learning rate may be a tensor
+        elif isinstance(value, Mapping) and not _is_modules(owner, value) and _is_value(value):
+            _add_value(made, prefixes, str(name), value)  # a learning rate may be a tensor; a loader's state may have one
         elif isinstance(value, Mapping) and any(isinstance(leaf, Stored) for _, leaf in _leaves(value, "")):
             for path, leaf in unwrapped(_leaves(value, "")):
                 _add(made, prefixes.rename(f"{owner}.{path}"), leaf)
@@ -130,6 +130,13 @@ def _without_values(made: Named, prefixes: PrefixMap, extra: Mapping[Any, Any]) 
     if values or not extra:
         _add_value(made, prefixes, BESIDE, values)
     return {key: value for key, value in extra.items() if key not in values}
+
+
+def _is_modules(owner: str, value: Mapping[Any, Any]) -> bool:
+    """Whatever else is among its tensors."""
+    if SCHEDULER in owner.lower():
+        return False
+    return owner == MODEL or any(path.rpartition(".")[2] == EXTRA for path, _ in _leaves(value, ""))
 
 
 def _is_value(value: Any) -> bool:

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 MODEL = "model"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # torch's own, which no optimizer has
 NAMES_BYTES_MAX = 64 << 20
-SAY = (
-    "--param-names model, if it was made of model.parameters(); else --param-names names.txt, which its program writes:"
+NAMES_TXT = (
+    "--param-names names.txt, which its program writes:"
     " names = {p: n for n, p in model.named_parameters()};"
     ' open("names.txt", "w").write("\\n".join(names[p] for g in optimizer.param_groups for p in g["params"]))'
 )
+SAY = f"--param-names model, if it was made of model.parameters(); else {NAMES_TXT}"
 
 
 @dataclass
@@ -43,7 +44,7 @@ class ParamOrder:
                 lines = file.read(NAMES_BYTES_MAX).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise CkptdError(f"cannot be read: {error}", where=f"--param-names {text}", hint="model, or a file of names") from error
-        names = [name for name, _ in unwrapped((line.strip(), None) for line in lines if line.strip())]
+        names = [name for name, _ in unwrapped((line, None) for line in lines if line.strip())]
         if not names:
             raise CkptdError("it has no names", where=f"--param-names {text}", hint="one name of a parameter per line")
         return ParamOrder(True, names)
@@ -55,7 +56,7 @@ class ParamOrder:
         if not self.said:
             return _by_shape(made, owner, numbers, states)
         names, self.names = self.names[: len(numbers)], self.names[len(numbers) :]
-        keys = _of_model(made) if self.of_model else [key_of(name) for name in names]
+        keys = _of_model(made, owner) if self.of_model else [key_of(name) for name in names]
         what = "tensors of the model" if self.of_model else "names"
         if len(keys) != len(numbers) or len(set(keys)) != len(keys):
             text = f"{len(set(keys))} {what} for the {len(numbers)} parameters that it numbers"
@@ -87,10 +88,22 @@ def _tensors(made: Named) -> dict[Any, str]:
     return found
 
 
-def _of_model(made: Named) -> list[str]:
-    """In the order of ``model.parameters()``, which is the file's."""
+def _of_model(made: Named, owner: str) -> list[str]:
+    """In the order of ``model.parameters()``, which is the file's. Raises CkptdError where somebody has sorted that by name: the
+    state of equal shapes would be another parameter's."""
     keys = [key for key in _tensors(made).values() if key.rpartition(".")[2] not in BUFFERS]
-    return [key for key in keys if key.startswith("model.")] or keys
+    keys = [key for key in keys if key.startswith("model.")] or keys
+    if keys == sorted(keys) and _is_no_models(keys):
+        text = "its tensors stand in the order of their names, which is not the model's: which parameter is which cannot be told"
+        raise CkptdError(text, where=owner, hint=NAMES_TXT)
+    return keys
+
+
+def _is_no_models(keys: Sequence[str]) -> bool:
+    """Layer 10 before layer 2, or a bias before its weight."""
+    known = {*keys}
+    layers = [[(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.split(".")] for key in keys]
+    return layers != sorted(layers) or any(f"{key.removesuffix('bias')}weight" in known for key in keys if key.endswith("bias"))
 
 
 def _by_shape(made: Named, owner: str, numbers: Sequence[Any], states: Mapping[Any, Any]) -> dict[Any, str]:

@@ -183,6 +183,9 @@ async def test_wants_that_nobody_has_are_refused_at_once(
         await eventually(lambda: shell.restore._round is None and not shell.restore._joined_at)
         said = [line for line in caplog.messages if "restore refused" in line]
         assert said == [f"job={shell.job}: restore refused: {failed.reason} [mismatch]"]
+        again.join("c")  # as its program does that catches the error; what it hears now it takes for an answer to this
+        await again.opened()
+        assert not [message for message, _ in again.seen if isinstance(message, wire.Failed)]
 
 
 async def test_wants_that_come_twice_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

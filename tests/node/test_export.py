@@ -87,6 +87,30 @@ def assert_same(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
+def test_a_numbered_optimizer_goes_back_by_the_order_of_its_file(train: Train, cli: Cli, tmp_path: Path) -> None:
+    """The file had its tensors by name, layer 10 before layer 2: all but two moments came back as another layer's, silently."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)), nn.BatchNorm1d(4))
+        biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+        weights = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+        return model, AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}])
+
+    model, optimizer = made()
+
+    def step(number: int) -> None:
+        model(torch.randn(5, 4, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    exported(train("order", {"model": model, "optimizer": optimizer}, step), tmp_path / "a.pt", "torch")
+    run_import(cli, tmp_path / "a.pt", "torch", tmp_path / "root", "--param-names", "model")
+    again, other = made()
+    restored(tmp_path / "root", model=again, optimizer=other)
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+    assert_same(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
 # --- torch ----------------------------------------------------------------------------------------------------------
 def test_torch_opens_it_without_unpickling_anything(small: Trained, tmp_path: Path) -> None:
     dest = tmp_path / "all.pt"
@@ -209,7 +233,8 @@ def test_stages_have_groups_of_their_own(tmp_path: Path) -> None:
         objects[rank] = {name: tree.encode(value, name) for name, value in values.items()}
     world = make_world(items, objects=objects)
     save(PosixStorage(str(tmp_path / "root")), world)
-    exported(tmp_path / "root" / step_dir(JOB, DEFAULT), tmp_path / "out", "torch")
+    report = exported(tmp_path / "root" / step_dir(JOB, DEFAULT), tmp_path / "out", "torch")
+    assert [note for note in report.notes if "numbered rank by rank" in note]
     found = torch.load(tmp_path / "out", weights_only=True)
     optimizer = found["optimizer"]
     assert found["extra"] == {"rng": {0: 0, 1: 1}}

@@ -41,6 +41,18 @@ def test_a_file_of_torch_save(cli: Cli, tmp_path: Path, kind: Any) -> None:
     assert (said["step"], said["meta"]) == (7, {"epoch": 4, "scheduler": scheduler})
 
 
+def test_an_order_by_name_is_no_models(cli: Cli, tmp_path: Path) -> None:
+    """As a tool leaves it that has sorted the file. State of equal shapes would be another layer's, without a word."""
+    flags = ("--from", "torch", "--job", JOB, "--storage-root", tmp_path / "root", "--param-names", "model")
+    for model in (torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(12))), torch.nn.Linear(1, 1)):
+        adam = torch.optim.Adam(model.parameters())
+        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        adam.step()
+        torch.save({"model": dict(sorted(model.state_dict().items())), "optimizer": adam.state_dict()}, tmp_path / "sorted.pt")
+        said = cli("import", tmp_path / "sorted.pt", *flags).err
+        assert "in the order of their names" in said and "named_parameters" in said and "--param-names model" not in said
+
+
 def test_groups_need_names(cli: Cli, tmp_path: Path) -> None:
     net = Net()
     halves = [list(net.named_parameters())[:2], list(net.named_parameters())[2:]]

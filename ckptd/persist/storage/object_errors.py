@@ -27,9 +27,9 @@ _ROOM = "raise the bucket's quota, or keep fewer checkpoints if keep_last is abo
 _THROTTLED = "the store asks for fewer requests: spread jobs over more prefixes, or flush more rarely"
 _LACKS = "the store lacks what ckptd needs: conditional PUT, If-None-Match as well as If-Match, and multipart uploads"
 _ODD = "somebody has put an object there whose name has an empty or relative part (`a//b`, `a/../b`), which stops lists: delete it"
-_FAILED = "the store failed in itself, or what stands before it: its log or status page says; ckptd goes on as soon as it answers"
+_FAILED = "the store failed in itself, or what stands before it: its log or status page says; daemons go on as soon as it answers"
 _BROKEN = "answers break off, or 8 MiB take longer than a minute: look at the network from this node to the store"
-_UNREACHABLE = "does {} answer from this node? ckptd goes on as soon as it does"
+_UNREACHABLE = "does {} answer from this node? daemons go on as soon as it does"
 
 _STATUSES: dict[str, tuple[int, str]] = {
     "429": (errno.EBUSY, _THROTTLED),

@@ -50,7 +50,7 @@ DROP_WITHIN_S = 30.0  # and so soon it sends that
 
 NEEDS = "ckptd needs a store with conditional PUT, If-None-Match as well as If-Match (AWS S3, MinIO, Ceph, Cloudflare R2, Azure)"
 Entries: TypeAlias = list[Entry]  # as ``list`` is a method here
-AWAY_HINT = "is it the bucket that was meant? ckptd goes on as soon as it is back"
+AWAY_HINT = "is it the bucket that was meant? daemons go on as soon as it is back"
 
 
 class ObjectStorage:

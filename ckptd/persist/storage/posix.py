@@ -24,7 +24,7 @@ from ckptd.persist.storage.tree import TreeStorage
 
 MARKER = ".ckptd-root"
 IDENTITY_BYTES = 16  # random, written as hex digits; of roots that were made before there were identities the marker is empty
-AWAY_HINT = "is it mounted? ckptd goes on as soon as it is back"
+AWAY_HINT = "is it mounted? daemons go on as soon as it is back"
 DIR_MODE = 0o700  # a job's state is its user's alone (P13)
 FILE_MODE = 0o600
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
