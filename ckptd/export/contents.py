@@ -88,7 +88,7 @@ class Contents:
     @cached_property
     def modules(self) -> dict[str, dict[str, Any]]:
         """Owner -> name, renamed -> Stored, or what the module's own saving adds to its state_dict()."""
-        found: dict[str, dict[str, Any]] = {self.owner_of(key): {} for key in self.params if key in self.tensors}
+        found: dict[str, dict[str, Any]] = {self.owner_of(key): {} for key in self.tensors if key in self.params}
         for key, stored in self.tensors.items():
             owner, name = self.name_of(key)
             if self.roles[key] in OF_A_MODULE and owner in found:

@@ -16,6 +16,13 @@ from ckptd.imports.wrappers import unwrapped
 NOT_HYPER = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
+WHOLE_NAMES = "--param-names FILE: a whole name (G.0.weight) per line, for each parameter of such an optimizer in the file's order"
+
+
+class Ambiguous(CkptdError):
+    """A parameter's name is that of several tensors."""
+
+
 @dataclass
 class Named:
     """A checkpoint to be: tensors with their roles, objects, tied names, what goes into its meta, and what there is to be told."""
@@ -75,7 +82,12 @@ def _keys(
     if len(set(members)) < len(members):
         raise CkptdError("a parameter is in two of its groups", where=owner)
     if all(isinstance(one, str) for one in members):
-        return {name: _known(made, owner, name, prefixes) for name in members}
+        try:
+            return {name: _known(made, owner, name, prefixes) for name in members}
+        except Ambiguous:
+            if not order.names:
+                raise
+            return order.keys(made, owner, members, states, lambda name: _known(made, owner, name, prefixes))
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         names = [name for name, _ in unwrapped((name, None) for group in groups for name in group["param_names"])]
         return {one: _known(made, owner, name, prefixes) for one, name in zip(members, names, strict=True)}
@@ -89,7 +101,7 @@ def _known(made: Named, owner: str, name: str, prefixes: PrefixMap) -> str:
             return key
     ends = [key for key, (_, role) in made.tensors.items() if role != "optim" and key.endswith(f".{name}")]
     if len(ends) > 1:
-        raise CkptdError(f"{name} may be {ends[0]} or {ends[1]}", where=owner, hint="--param-names takes whole names, too")
+        raise Ambiguous(f"{name} may be {ends[0]} or {ends[1]}", where=owner, hint=WHOLE_NAMES)
     if not ends:
         raise CkptdError(f"it has state of {name}, of which the file has no tensor", where=owner, hint="import the model with it")
     return ends[0]

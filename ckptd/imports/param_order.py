@@ -57,16 +57,17 @@ class ParamOrder:
             return _by_shape(made, owner, numbers, states)
         names, self.names = self.names[: len(numbers)], self.names[len(numbers) :]
         keys = _of_model(made, owner) if self.of_model else [key_of(name) for name in names]
+        hint = NAMES_TXT if self.of_model else SAY
         what = "tensors of the model" if self.of_model else "names"
         if len(keys) != len(numbers) or len(set(keys)) != len(keys):
             text = f"{len(set(keys))} {what} for the {len(numbers)} parameters that it numbers"
-            raise CkptdError(f"which parameter is which cannot be told: {text}", where=owner, hint=SAY)
+            raise CkptdError(f"which parameter is which cannot be told: {text}", where=owner, hint=hint)
+        every = {made.tensors[key][0].shape for key in keys}
         for one, key in zip(numbers, keys, strict=True):
-            shapes = _shapes(states, one)
-            if shapes and made.tensors[key][0].shape not in shapes:
-                raise CkptdError(f"state of shape {min(shapes)} does not fit {key}", where=owner, hint=SAY)
+            shapes, shape = _shapes(states, one), made.tensors[key][0].shape
+            if shape not in shapes and shapes & every and not _is_factored(shapes, shape):  # it is another's
+                raise CkptdError(f"state of shape {min(shapes & every)} does not fit {key}", where=owner, hint=hint)
         return dict(zip(numbers, keys, strict=True))
-
 
     def check(self) -> None:
         """Raises CkptdError: more names than there are parameters."""
@@ -77,6 +78,13 @@ class ParamOrder:
 
 def _shapes(states: Mapping[Any, Any], one: Any) -> set[tuple[int, ...]]:
     return {value.shape for value in states.get(one, {}).values() if isinstance(value, Stored) and value.shape}
+
+
+def _is_factored(shapes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    """Adafactor's: a row and a column."""
+    return len(shapes) > 1 and all(
+        len(one) == len(shape) and all(a in (1, b) for a, b in zip(one, shape, strict=True)) for one in shapes
+    )
 
 
 def _tensors(made: Named) -> dict[Any, str]:

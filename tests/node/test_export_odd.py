@@ -3,7 +3,10 @@ in one object."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +122,69 @@ def test_a_small_module_of_any_name_with_state_of_its_own_stays_one(cli: Cli, tm
     )
     report = run_import(cli, tmp_path / "a.pt", "torch", tmp_path / "root")
     assert {*report["tensors"]} == {"disc.w"} and {*report["meta"]} == {"ema"} and report["notes"] == []
+
+
+def two(made: Callable[..., Any]) -> dict[str, Any]:
+    """Two models alike, each with an optimizer of its own."""
+    torch.manual_seed(1)
+    models = {name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for name in "GD"}
+    return models | {f"of_{name}": made(model.parameters()) for name, model in models.items()}
+
+
+def step_of(registered: dict[str, Any]) -> Callable[[int], None]:
+    def step(number: int) -> None:
+        for name in "GD":
+            registered[name](torch.full((3, 4), 1.0 + number + ord(name))).square().mean().backward()
+            registered[f"of_{name}"].step()
+            registered[f"of_{name}"].zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.LBFGS])
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_two_models_alike_come_back_each_with_its_own(train: Train, cli: Cli, tmp_path: Path, to: str, kind: Any) -> None:
+    """Of a name that both have the hint named a remedy that was none, and states that are no parameter's shape were refused."""
+    is_lbfgs = kind is torch.optim.LBFGS
+    registered = two(kind)
+    step = step_of_closures(registered) if is_lbfgs else step_of(registered)
+    saved = train(f"two-{to}-{kind.__name__}", registered, step)
+    export(Request(str(saved), str(tmp_path / "out"), to))
+    flags = ("--from", to, "--job", "j", "--step", "7", "--storage-root", tmp_path / "root")
+    if to == "dcp":
+        assert "may be D.0.weight or G.0.weight" in cli("import", tmp_path / "out", *flags).err
+    names = [f"{name}.{at}.{what}" for name in "DG" for at in (0, 1) for what in ("weight", "bias")]
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    run_import(cli, tmp_path / "out", to, tmp_path / "root", "--param-names", tmp_path / "names.txt")
+    again = two(kind)
+    restored(tmp_path / "root", **again)
+    for name in "GD":
+        for mine, its in zip(again[name].parameters(), registered[name].parameters(), strict=True):
+            assert torch.equal(mine, its)
+            kept, was = again[f"of_{name}"].state[mine], registered[f"of_{name}"].state[its]
+            assert kept.keys() == was.keys() and all(torch.equal(kept[k], v) for k, v in was.items() if torch.is_tensor(v)), name
+
+
+def test_every_process_has_the_same_plan(train: Train, tmp_path: Path) -> None:
+    """Else parts that several write, or what a try that died has written, are thrown away: modules stood as a set has them."""
+    registered = {name: nn.Linear(2, 2) for name in "ABCDEF"}
+    saved = train("plan", registered, lambda number: None)
+    for seed in "123":
+        command = [sys.executable, "-m", "ckptd", "export", str(saved), str(tmp_path / seed), "--to", "torch"]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.DEVNULL)
+    assert len({(tmp_path / seed).read_bytes() for seed in "123"}) == 1
+
+
+def step_of_closures(registered: dict[str, Any]) -> Callable[[int], None]:
+    def step(number: int) -> None:
+        for name in "GD":
+
+            def closure(name: str = name) -> torch.Tensor:
+                registered[f"of_{name}"].zero_grad()
+                loss: torch.Tensor = registered[name](torch.full((3, 4), 1.0 + number + ord(name)) / 99).square().mean()
+                loss.backward()
+                return loss
+
+            registered[f"of_{name}"].step(closure)
+
+    return step
