@@ -64,8 +64,7 @@ class Loading:
 
 @dataclass
 class Round:
-    """One offer of one snapshot to the local ranks. ``waiting``: they owe their wants, or their slices are being fetched. ``told``:
-    they heard that their attempt has failed."""
+    """One offer of one snapshot to the local ranks. ``waiting``: they owe their wants, or their slices are being fetched."""
 
     do: ins.PrepareRestore
     host: RebuildHost
@@ -74,7 +73,6 @@ class Round:
     rebuild: Rebuild | None = None
     asked: set[int] = field(default_factory=set)
     ready: dict[int, Loading] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
 
 
@@ -119,22 +117,18 @@ class Restore:
         ranks = [rank for rank, attempt in self._attempts.items() if attempt == do.attempt]
         for rank in ranks:
             del self._attempts[rank]
-        if self._round is not None and self._round.do.record.nonce == do.attempt:
-            self._round.told.update(ranks)  # the round's end follows: by then they stand at their next restore(), and would take it
         self._refuse(do.attempt, ranks, do.code, do.reason)
 
     def fail(self, do: ins.FailRestore) -> None:
         current = self._current(do.round)
         if current is not None:
-            ranks = self._still_theirs(current)
-            for rank in ranks:
-                self._attempts.pop(rank, None)  # nor does it hear of the attempt's end what it heard of the round's
-            self._refuse(current.do.record.nonce, ranks, do.code, do.reason)
+            self._refuse(current.do.record.nonce, self._still_theirs(current), do.code, do.reason)
         self._drop_round()
 
     def _refuse(self, attempt: str, ranks: list[int], code: str, reason: str) -> None:
-        if self._joined_at.pop(attempt, None) is not None:  # the attempt's end and its round's are told, one after the other
-            self._services.complaints.say(f"job={self._job.job}", f"restore refused: {reason} [{code}]")
+        if self._joined_at.pop(attempt, None) is None:
+            return  # of the attempt's end and its round's the first is told: behind it a rank stands at its next restore()
+        self._services.complaints.say(f"job={self._job.job}", f"restore refused: {reason} [{code}]")
         if code == "timeout":  # a daemon of another release is never heard of by the core
             others = [problem.text for problem in self._services.health.problems() if problem.kind == "control"]
             reason = "; ".join([reason, *others[:PROBLEMS_TOLD_MAX]])
@@ -156,7 +150,7 @@ class Restore:
     def _still_theirs(self, current: Round) -> list[int]:
         """Ranks whose process stands in this round: a rank may be a later start's by now, which it is not the end of."""
         nonce = current.do.record.nonce
-        return [rank for rank in current.do.ranks if rank not in current.told and self._attempts.get(rank, nonce) == nonce]
+        return [rank for rank in current.do.ranks if self._attempts.get(rank, nonce) == nonce]
 
     def abandon(self) -> None:
         """The ranks come back by themselves."""

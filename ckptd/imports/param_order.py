@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,11 +63,11 @@ class ParamOrder:
         if len(keys) != len(numbers) or len(set(keys)) != len(keys):
             text = f"{len(set(keys))} {what} for the {len(numbers)} parameters that it numbers"
             raise CkptdError(f"which parameter is which cannot be told: {text}", where=owner, hint=hint)
-        every = {made.tensors[key][0].shape for key in keys}
+        flat = (sum(math.prod(made.tensors[key][0].shape) for key in keys),)  # LBFGS has the first parameter's state for all
         for one, key in zip(numbers, keys, strict=True):
             shapes, shape = _shapes(states, one), made.tensors[key][0].shape
-            if shape not in shapes and shapes & every and not _is_factored(shapes, shape):  # it is another's
-                raise CkptdError(f"state of shape {min(shapes & every)} does not fit {key}", where=owner, hint=hint)
+            if shapes and shape not in shapes and shapes != {flat} and not _is_factored(shapes, shape):
+                raise CkptdError(f"state of shape {min(shapes)} does not fit {key}", where=owner, hint=hint)
         return dict(zip(numbers, keys, strict=True))
 
     def check(self) -> None:
@@ -81,10 +82,9 @@ def _shapes(states: Mapping[Any, Any], one: Any) -> set[tuple[int, ...]]:
 
 
 def _is_factored(shapes: set[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Adafactor's: a row and a column."""
-    return len(shapes) > 1 and all(
-        len(one) == len(shape) and all(a in (1, b) for a, b in zip(one, shape, strict=True)) for one in shapes
-    )
+    """Adafactor's: rows and columns, each without one dimension, or with one element of it."""
+    without = {(*shape[:dim], *rest, *shape[dim + 1 :]) for dim in range(len(shape)) for rest in ((), (1,))}
+    return len(shapes) > 1 and shapes <= without
 
 
 def _tensors(made: Named) -> dict[Any, str]:

@@ -104,6 +104,8 @@ def test_a_numbered_optimizer_goes_back_by_the_order_of_its_file(train: Train, c
         optimizer.zero_grad()
 
     exported(train("order", {"model": model, "optimizer": optimizer}, step), tmp_path / "a.pt", "torch")
+    weights = [name for name in torch.load(tmp_path / "a.pt", weights_only=True)["model"] if name.endswith("weight")]
+    assert weights == [f"{layer}.weight" for layer in range(13)]
     run_import(cli, tmp_path / "a.pt", "torch", tmp_path / "root", "--param-names", "model")
     again, other = made()
     restored(tmp_path / "root", model=again, optimizer=other)
